@@ -445,25 +445,21 @@ def technique_values(entries: Sequence[str]) -> dict[str, Any]:
 
 
 def _technique_value(of: Field[Any], kind: FieldType, text: str) -> Any:
-    word = text.lower()
+    word, entry = text.lower(), f"--technique {technique_name(of)}={text}"
     if word in ("on", "off") and word in of.metadata:
         return of.metadata[word]
     if kind.base is bool:
         if kind.optional and word == "auto":
             return None
         if word not in WORDS:
-            accepted = "on, off or auto" if kind.optional else "on or off"
-            raise ConfigError(f"--technique {technique_name(of)}={text}: give {accepted}.")
+            raise ConfigError(f"{entry}: give {'on, off or auto' if kind.optional else 'on or off'}.")
         return of.metadata.get("on" if WORDS[word] else "off", WORDS[word])
     try:
         return _reader(of, kind)(text)
     except (ValueError, argparse.ArgumentTypeError) as error:
-        raise ConfigError(f"--technique {of.name}={text}: give {_accepted(of)}.") from error
-
-
-def _accepted(of: Field[Any]) -> str:
-    choices = of.metadata.get("choices")
-    return f"one of {', '.join(map(str, choices))}" if choices else "a number"
+        choices = of.metadata.get("choices")
+        accepted = f"one of {', '.join(map(str, choices))}" if choices else "a number"
+        raise ConfigError(f"{entry}: give {accepted}.") from error
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
