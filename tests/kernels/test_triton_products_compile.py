@@ -17,11 +17,12 @@ if (
 
 
 FEW = ("flat", "vector")
+COMPILED = tuple(("triton_products_offline", each) for each in ("codes", "wide", "others"))
 
 
 @cache
 def kernels() -> dict[str, dict[str, int]]:
-    codes, wide, others = offline.found(*(("triton_products_offline", each) for each in ("codes", "wide", "others")))
+    codes, wide, others = offline.found(*COMPILED)
     return codes | wide | others
 
 
