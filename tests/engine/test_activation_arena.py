@@ -37,7 +37,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arena_of(executor: Any) -> Arena:
-    arena: Arena = executor._runner._arena
+    arena: Arena = executor._runner.passes.arena
     return arena
 
 

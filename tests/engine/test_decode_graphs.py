@@ -30,8 +30,9 @@ from headrace.kernels.operations import OPERATIONS
 from headrace.kernels.rows.reference import store_tokens
 from headrace.request import NO_SLOT, FinishReason, SamplingParams, StructuredOutputs, TokenMasks
 from headrace.spec import Activation
-from headrace.worker import device_memory, model_runner, recorder
-from headrace.worker.graphs import DecodeGraphs, Kind, buckets_up_to
+from headrace.worker import device_memory, passes, recorder
+from headrace.worker.graphs import DecodeGraphs, Kind
+from headrace.worker.memory import buckets_up_to
 from headrace.worker.rows import Gather, Rows
 from headrace.worker.sampler import Draw
 from tests.support import hash_engine
@@ -111,7 +112,7 @@ def wander(executor: Executor, params: tuple[SamplingParams, ...] = (GREEDY,), *
 def test_graphs_give_what_eager_steps_give(params: tuple[SamplingParams, ...]) -> None:
     with recorded_executor(graphed=True) as (executor, runner, _):
         found = wander(executor, params)
-        assert runner.graphs is not None and runner.graphs.captured == (1, 2, 4, 8)
+        assert runner.passes.graphs is not None and runner.passes.graphs.captured == (1, 2, 4, 8)
     assert [each.output for each in found] == alone(found)
 
 
@@ -183,7 +184,7 @@ def test_rows_that_share_enough_have_a_graph_that_looks_for_it_from_the_first_su
 
     monkeypatch.setattr(SlotDecoder, "forward", forward)
     with recorded_executor(graphed=True) as (_, runner, _), torch.inference_mode():
-        graphs = runner.graphs
+        graphs = runner.passes.graphs
         assert graphs is not None and set(told) == {0}, "no capture at the start is made for shared keys"
         told.clear()
         rows = np.arange(8, dtype=np.int32)
@@ -209,7 +210,7 @@ def test_a_batch_that_empties_uses_the_graph_of_a_larger_bucket(monkeypatch: pyt
     monkeypatch.setattr(DecodeGraphs, "_capture_kind", capture)
     monkeypatch.setattr(SlotDecoder, "least_shared", lambda self, rows: 8)
     with recorded_executor(graphed=True) as (_, runner, _), torch.inference_mode():
-        graphs = runner.graphs
+        graphs = runner.passes.graphs
         assert graphs is not None and not graphs.prepare(), "no step of a kind has come yet"
         rows = np.arange(8, dtype=np.int32)
 
@@ -259,12 +260,12 @@ def test_steps_with_adapters_have_graphs_that_hold_for_any_rows(
                 each.adapter_slot = slot
             prefill(executor, planner, running)
             for turn in range(20):
-                if turn == 10 and runner.graphs is not None:
-                    runner.graphs.forget_adapted()
+                if turn == 10 and runner.passes.graphs is not None:
+                    runner.passes.graphs.forget_adapted()
                 decode(executor, planner, draw.sample(running, draw.choice((1, 2, 3, 5, 8))))
             found.append([each.output for each in running])
-            if runner.graphs is not None:
-                assert any(each.of(Kind.ADAPTED) is not None for each in runner.graphs._captured.values())
+            if runner.passes.graphs is not None:
+                assert any(each.of(Kind.ADAPTED) is not None for each in runner.passes.graphs._captured.values())
                 adapted = replays
     assert found[0] == found[1]
     assert (len(adapted) >= 15) != head_touched
@@ -426,7 +427,7 @@ def test_graphs_keep_to_the_budget_of_logits() -> None:
     with recorded_executor(graphed=True, max_logits_rows=4) as (executor, runner, decoder):
         found = wander(executor, (GREEDY, SAMPLED, WARM))
         assert decoder.most_logits == 4
-        assert runner.graphs is not None and [runner.graphs.draws(count) for count in (1, 4, 5, 8)] == [
+        assert runner.passes.graphs is not None and [runner.passes.graphs.draws(count) for count in (1, 4, 5, 8)] == [
             True,
             True,
             False,
@@ -466,7 +467,7 @@ def test_a_kernel_that_gives_way_in_a_capture_costs_the_graphs_and_nothing_else(
     calls = itertools.count()
     monkeypatch.setattr(RecordableKernels, "graphable", False)
     with recorded_executor(graphed=True) as (executor, runner, _):
-        assert runner.graphs is not None and runner.graphs.captured == ()
+        assert runner.passes.graphs is not None and runner.passes.graphs.captured == ()
         found = wander(executor, (GREEDY, SAMPLED), turns=6)
     assert [each.output for each in found] == alone(found)
 
@@ -650,8 +651,8 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "whole graphs for other draws": (DecodeGraphs, "compute", _always_greedy),
     "a bucket too small": (DecodeGraphs, "_bucket", _too_small),
     "the last step's tokens": (DecodeGraphs, "draw", _early),
-    "every row is drawn greedily": (model_runner, "draw_of", lambda traits: Draw.GREEDY),
-    "every row is drawn without its filters": (model_runner, "draw_of", lambda traits: Draw.RANDOM),
+    "every row is drawn greedily": (passes, "draw_of", lambda traits: Draw.GREEDY),
+    "every row is drawn without its filters": (passes, "draw_of", lambda traits: Draw.RANDOM),
 }
 
 
@@ -728,8 +729,8 @@ def test_the_same_rows_are_looked_at_once_and_again_when_one_of_them_is_built_an
 ) -> None:
     """Plans of a cohort share their arrays; a row that changes hands in between brings other wishes."""
     looks: list[object] = []
-    real = model_runner.draw_of
-    monkeypatch.setattr(model_runner, "draw_of", lambda traits: looks.append(None) or real(traits))
+    real = passes.draw_of
+    monkeypatch.setattr(passes, "draw_of", lambda traits: looks.append(None) or real(traits))
     with recorded_executor(graphed=True) as (executor, _, _):
         planner, (one, other) = Planner(executor.info.kv_groups), sequences(2, 7)
         prefill(executor, planner, [one, other])

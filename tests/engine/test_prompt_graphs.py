@@ -50,8 +50,8 @@ def prompt(row: int, length: int, seed: int = 0, params: SamplingParams = GREEDY
 
 
 def graphs_of(runner: ModelRunner) -> PromptGraphs:
-    assert runner.prompt_graphs is not None
-    return runner.prompt_graphs
+    assert runner.passes.prompt_graphs is not None
+    return runner.passes.prompt_graphs
 
 
 def answer(made: Executor, planner: Planner, sequences: list[Planned], chunk: int = 1000) -> list[list[int]]:
@@ -129,7 +129,7 @@ def test_prompts_that_have_a_vector_are_replayed_too(kind: str) -> None:
                 for each in sequences:
                     planner.drop(each)
                     planner._free[0][:0] = each.tables[0]
-            assert runner.graphs is None or not graphed
+            assert runner.passes.graphs is None or not graphed
             assert not graphed or result.graph_tokens
         return found
 

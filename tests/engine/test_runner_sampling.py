@@ -21,6 +21,7 @@ from headrace.request import SamplingParams
 from headrace.worker import sampler
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.model_runner import ModelRunner
+from headrace.worker.passes import ForwardPasses
 from headrace.worker.rows import Rows, Trait
 from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
 from tests.support.hand_plans import GREEDY, Planned, Planner, generate, run, take
@@ -65,9 +66,8 @@ def _random_table(seed: int = 0) -> Tensor:
 def _executor(table: Tensor, overlap: int = 0) -> tuple[DeviceExecutor, TableDecoder]:
     decoder = TableDecoder(table)
     rows = Rows(8, 64, VOCAB, (64,), torch.device("cpu"))
-    runner = ModelRunner(
-        decoder, (), rows, Kernels(torch.device("cpu")), max_logits_rows=100, padded=False, clock=VirtualClock()
-    )
+    passes = ForwardPasses(decoder, (), rows, Kernels(torch.device("cpu")))  # type: ignore[arg-type]
+    runner = ModelRunner(passes, max_logits_rows=100, clock=VirtualClock())
     return DeviceExecutor(runner, ExecutorInfo(VOCAB, 64, 8, (), "table"), threads=1 if overlap else None), decoder
 
 

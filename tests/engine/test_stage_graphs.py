@@ -19,6 +19,7 @@ from headrace.request import StepPlan
 from headrace.spec import LayerSpec
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.model_runner import ModelRunner
+from headrace.worker.passes import ForwardPasses
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from tests.support.hand_plans import GREEDY, Planned, Planner, take
@@ -80,8 +81,8 @@ def stage(number: int, belt: Belt, *, graphed: bool) -> ModelRunner:
         graphs = DecodeGraphs(made, max_num_seqs=8, max_model_len=64, max_logits_rows=100, stages=2)
         graphs.capture_all()
         assert not any(graphs.draws(count) for count in range(1, 9)) and graphs.serves(8)
-    more: dict[str, Any] = {"max_logits_rows": 100, "padded": False, "clock": VirtualClock(), "queued": True}
-    return ModelRunner(decoder, caches, rows, kernels, graphs=graphs, pipe=belt, **more)  # type: ignore[arg-type]
+    passes = ForwardPasses(decoder, caches, rows, kernels, graphs=graphs)  # type: ignore[arg-type]
+    return ModelRunner(passes, pipe=belt, max_logits_rows=100, clock=VirtualClock(), queued=True)  # type: ignore[arg-type]
 
 
 def answers(*, graphed: bool) -> list[list[int]]:

@@ -22,8 +22,8 @@ from headrace.layers.linear import Linear
 from headrace.models import loader
 from headrace.sites import Role, Weight
 from headrace.worker import worker
-from headrace.worker.graphs import buckets_up_to
 from headrace.worker.head_start import Stages
+from headrace.worker.memory import buckets_up_to
 from headrace.worker.warm_up import product_sizes, warm_linears
 from tests.support import tiny
 

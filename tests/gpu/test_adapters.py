@@ -165,7 +165,7 @@ def test_the_card_answers_as_the_cpu_does(case: str, tmp_path: Path) -> None:
                 ]
             )
             if device["device"] == "cuda":
-                graphs = llm.engine.core.executor._runner.graphs  # type: ignore[attr-defined]
+                graphs = llm.engine.core.executor._runner.passes.graphs  # type: ignore[attr-defined]
                 assert graphs is not None and any(
                     each.of(Kind.ADAPTED) is not None for each in graphs._captured.values()
                 )

@@ -88,4 +88,4 @@ def test_decode_steps_are_graphs_unless_asked_not_to_be() -> None:
     with LLM(**STRICT) as graphed, LLM(**{**STRICT, "enforce_eager": True}) as eager:
         for llm in (graphed, eager):
             ask(llm, params(max_tokens=8))
-        assert runner_of(graphed).graphs.captured == (1, 2, 4, 8, 16) and runner_of(eager).graphs is None
+        assert runner_of(graphed).passes.graphs.captured == (1, 2, 4, 8, 16) and runner_of(eager).passes.graphs is None

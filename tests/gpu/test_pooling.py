@@ -80,9 +80,9 @@ def vectors(folder: Path, rounds: int = 3, **keywords: Any) -> tuple[np.ndarray,
             ]
             alone = [llm.embed([prompt], use_tqdm=False)[0] for prompt in prompts]
             found = llm.embed(prompts, use_tqdm=False)
-        graphs = runner_of(llm).prompt_graphs if keywords["device"] == "cuda" else None
+        graphs = runner_of(llm).passes.prompt_graphs if keywords["device"] == "cuda" else None
         captured = graphs is not None and bool(graphs.captured)
-        assert runner_of(llm).graphs is None
+        assert runner_of(llm).passes.graphs is None
     alone_vectors, together = (np.array([each.outputs.embedding for each in side]) for side in (alone, found))
     assert (alone_vectors * together).sum(1).min() > 0.999
     return together, captured

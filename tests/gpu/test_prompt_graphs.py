@@ -42,7 +42,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graphs_of(llm: LLM) -> PromptGraphs:
-    graphs: PromptGraphs = runner_of(llm).prompt_graphs
+    graphs: PromptGraphs = runner_of(llm).passes.prompt_graphs
     return graphs
 
 
@@ -79,7 +79,7 @@ def close(found: Sequence[Any], expected: Sequence[Any], tolerance: float) -> No
 def compare(model: str | None, least: int, tolerance: float = 2e-4, **keywords: Any) -> None:
     technique = keywords.pop("technique", {})
     with LLM(model, **{**STRICT, **keywords}, technique={**technique, "prompt_graphs": False}) as llm:
-        assert runner_of(llm).prompt_graphs is None
+        assert runner_of(llm).passes.prompt_graphs is None
         expected = answers(llm)
     with LLM(model, **{**STRICT, **keywords}, technique=technique) as llm:
         before = len(graphs_of(llm).captured)

@@ -315,7 +315,7 @@ def test_an_engine_answers_as_without_it(dim: int, kv: str, cascade: bool, tmp_p
             assert chosen == ([] if off else [ROPE_CASCADE if cascade else ROPE])
             asked = [params(max_tokens=48 - index, logprobs=2) for index in range(len(prompts))]
             found.append(llm.generate(prompts, asked, use_tqdm=False))
-            graphs = runner_of(llm).graphs
+            graphs = runner_of(llm).passes.graphs
             own = graphs is not None and any(Kind.SHARED in each.kinds for each in graphs._captured.values())
             shares = cascade and (kv == "auto" or bool(off))  # the fused kernel reads codes sooner than shares them
             assert own == shares, "steps with shared keys have graphs of their own"

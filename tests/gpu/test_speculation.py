@@ -67,7 +67,7 @@ def test_tokens_are_those_without_drafts(judge: Judge, mode: str) -> None:
         for asked in ASKED:
             for prompt, found in zip(PROMPTS, _ask(llm, asked), strict=True):
                 judge.check(prompt, asked, found)
-        right, graphs = _right(llm), runner_of(llm).graphs
+        right, graphs = _right(llm), runner_of(llm).passes.graphs
     if mode.startswith("draft model"):
         assert right > (0.6 if "preempted" in mode else 0.85)
     assert mode.startswith("n-gram") or right > 0.2

@@ -42,6 +42,7 @@ from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.head_drafter import AHEAD, HeadDrafter
 from headrace.worker.model_runner import ModelRunner, Step
+from headrace.worker.passes import ForwardPasses
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
@@ -404,8 +405,6 @@ def recorded_executor(
         prompt_graphs.capture_all()
     settings: dict[str, Any] = {
         "max_logits_rows": max_logits_rows,
-        "padded": False,
-        "prune": prune,
         "clock": VirtualClock(),
         "queued": graphed,
     }
@@ -425,15 +424,14 @@ def recorded_executor(
         parts = decoder, own, (0,), rows, kernels, 64, (), drafted
         if head:
             decoder.tap = Tap(torch.zeros((512, 1), dtype=torch.int64), ())  # tokens of a step
-            settings["prune"] = False
+            prune = False
             model: Any = HeadDrafter(drafter, decoder.tap, own[0], 0, rows, kernels, 64, (), drafted)
         else:
             model = DraftModel(*parts) if tree is None else TreeDrafts(*parts, topk=tree)  # type: ignore[arg-type]
         moved = [cache.view(len(cache), 1, 1, 1, block_size) for cache in caches]  # as accepted branches are
         settings["speculator"] = Speculator(rows, model, moved)
-    runner = ModelRunner(
-        decoder, caches, rows, kernels, **settings, graphs=captured, prompt_graphs=prompt_graphs, adapters=adapters
-    )  # type: ignore[arg-type]
+    ways: dict[str, Any] = {"graphs": captured, "prompt_graphs": prompt_graphs, "adapters": adapters, "prune": prune}
+    runner = ModelRunner(ForwardPasses(decoder, caches, rows, kernels, **ways), **settings)  # type: ignore[arg-type]
     executor = DeviceExecutor(runner, info, threads=1 if overlap and not graphed else None)
     yield executor, runner, decoder
     executor.close()

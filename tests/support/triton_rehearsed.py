@@ -32,6 +32,7 @@ from headrace.models.loader import fill_dummy
 from headrace.spec import KVGroup, kv_groups
 from headrace.worker.allocation import allocate_kv
 from headrace.worker.model_runner import ModelRunner
+from headrace.worker.passes import ForwardPasses
 from headrace.worker.rows import Rows
 from headrace.worker.warm_up import Limits, decode_plan, largest_plan, warm_up
 from headrace.worker.worker import STEP_SITES
@@ -80,7 +81,8 @@ def create_runner(kernels: Kernels, spec: Any, decoder: Decoder) -> tuple[ModelR
         kernels.choose(*called("write_rows", dtype=torch.int32)),
     )
     caches = [allocate_kv(group, torch.bfloat16, CPU).zero_() for group in groups]
-    return ModelRunner(decoder, caches, rows, kernels, max_logits_rows=64, padded=False, clock=RealClock()), groups
+    passes = ForwardPasses(decoder, caches, rows, kernels)
+    return ModelRunner(passes, max_logits_rows=64, clock=RealClock()), groups
 
 
 def take_steps(runner: ModelRunner, groups: list[KVGroup]) -> None:

@@ -3,7 +3,7 @@
 What lives here: the kinds of GEMMs that have forms, timing them, the choice. What may not: forms and their tables
 (kernels/linear/).
 
-GEMMs with few rows are timed in CUDA graphs, one launch after the other as in a decode step, over weights that exceed
+GEMMs with few rows are timed as replays, one launch after the other as in a decode step, over weights that exceed
 every cache. A long step is limited by the card's power, so its forms are compared after the card has been busy for a
 while, each for a tenth of a second, alternating, twice, so that earlier load affects all of them alike. A form is kept
 if its result is correct and it is faster than what is used without it.
@@ -46,7 +46,7 @@ from headrace.observe.report import table, write_json
 from headrace.sites import Role, Weight, head, matrices
 from headrace.spec import Activation, DecoderSpec
 from headrace.worker.card import cuda_time
-from headrace.worker.graphs import buckets_up_to
+from headrace.worker.memory import buckets_up_to
 from headrace.worker.profile import limits_now
 
 FLAT_ROWS = (1, 16, 32, MOST_ROWS)  # the most rows of each class

@@ -207,7 +207,7 @@ def _profile_facts(profile: DeviceProfile | None) -> dict[str, Any]:
         "read": f"{said_bandwidth(profile.read_bandwidth)} sustained, rounds within {profile.spread:.0%}, over {profile.working_set / 2**20:.0f} MiB",
         "copy": said_bandwidth(profile.copy_bandwidth),
         **rates,
-        "small operator": f"{profile.launch_overhead * 1e6:.1f} µs" + _in_a_graph(profile),
+        "small operator": f"{profile.launch_overhead * 1e6:.1f} µs" + _replayed(profile),
     }
 
 
@@ -217,7 +217,7 @@ def _measured_on(identity: DeviceIdentity) -> str:
     )
 
 
-def _in_a_graph(profile: DeviceProfile) -> str:
+def _replayed(profile: DeviceProfile) -> str:
     if not profile.graph_kernel:
         return ""
     return f" to launch; in a CUDA graph {profile.graph_kernel * 1e6:.2f} µs, of which {profile.graph_gap * 1e6:.2f} µs between two kernels"

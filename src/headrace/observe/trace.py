@@ -143,8 +143,8 @@ class StepTrace:
         longest = max(map(add, plan.starts, plan.counts), default=0)
         numbers = {"pairs": load.pairs, "keys": load.keys, "lone": load.decode_keys, "saved": load.saved}
         new = {"added": len(plan.rows_added), "added tokens": sum(len(each.token_ids) for each in plan.rows_added)}
-        graph = {"graph tokens": result.graph_tokens, "recorded": result.recorded} if result is not None else {}
-        return {"load": {**numbers, **new, **graph, "longest": longest, "continuous": times.continuous}}
+        replayed = {"graph tokens": result.graph_tokens, "recorded": result.recorded} if result is not None else {}
+        return {"load": {**numbers, **new, **replayed, "longest": longest, "continuous": times.continuous}}
 
     def close(self) -> None:
         """Ends the slices that are still open, and the file."""

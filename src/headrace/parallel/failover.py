@@ -97,7 +97,7 @@ class Survivors:
             self._told = told
             self._news.notify_all()
         self._aborts = threading.Thread(target=self._group.abort, daemon=True, name="headrace-abort")
-        self._aborts.start()  # it may have to wait for graphs that somebody has to drop
+        self._aborts.start()  # it may have to wait for captures that somebody has to drop
 
     def go_on(self) -> None:
         """Those who are left meet: once no step is under way, and nothing holds on to the group that is broken. Raises

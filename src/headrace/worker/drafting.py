@@ -38,10 +38,10 @@ from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_model import MOST_DRAFTING, DraftModel, draft_tables
 from headrace.worker.draft_setup import DraftPlace, DraftSetup, draft_memory, load_head
 from headrace.worker.draft_tree import TreeDrafts
-from headrace.worker.graphs import DecodeGraphs, buckets_up_to
+from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.head_drafter import AHEAD, HeadDrafter
 from headrace.worker.host import available_memory
-from headrace.worker.memory import GIB, KVPlan, bounds, row_bytes
+from headrace.worker.memory import GIB, KVPlan, bounds, buckets_up_to, row_bytes
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup, device_kind, resolve_dtype

@@ -161,7 +161,7 @@ class DeviceExecutor:
         if self._broken or not self._prepares:
             return False
         try:
-            return self._runner.prepare()
+            return self._runner.passes.prepare()
         except Exception:  # nobody waits for it: it is left alone from now on
             self._prepares = False
             _log.exception("nothing more is prepared ahead")

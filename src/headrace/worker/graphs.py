@@ -39,7 +39,7 @@ from headrace.cost.prompt_shapes import AGAIN_SERVED
 from headrace.kernels.candidate import Facts
 from headrace.kernels.inputs import AdapterRows, TreeInputs
 from headrace.kernels.operations import FETCH_STEP
-from headrace.worker.memory import buckets_to_try
+from headrace.worker.memory import buckets_to_try, buckets_up_to
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Edits, Ints, Packing, as_tree
 from headrace.worker.sampler import Draw, Sampler
@@ -51,13 +51,6 @@ _TREE, _LINES = slice(7, 12), 12  # and of tokens that form trees: place, keys, 
 _PADDING = np.array([[0], [-1], [0]], dtype=np.int32)
 _ALIGNED = 4  # int32 values in 16 bytes
 _SLOTS = 4  # one more than steps can be in flight, so that nobody waits
-
-
-def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of 8 up to 256, then of 32: padding costs at most an eighth of a large batch."""
-    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 32, 32))
-    enough = next(size for size in sizes if size >= max_num_seqs)
-    return tuple(size for size in sizes if size <= enough)
 
 
 class Kind(Enum):

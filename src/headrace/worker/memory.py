@@ -102,6 +102,13 @@ def row_bytes(max_rows: int, max_model_len: int, vocab_size: int, block_sizes: S
     return 4 * max_rows * (max_model_len + tables + len(FLOAT_COLUMNS) + len(INT_COLUMNS) + vocab_size)
 
 
+def buckets_up_to(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, then multiples of 8 up to 256, then of 32: padding costs at most an eighth of a large batch."""
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 32, 32))
+    enough = next(size for size in sizes if size >= max_num_seqs)
+    return tuple(size for size in sizes if size <= enough)
+
+
 def buckets_to_try(buckets: Sequence[int]) -> tuple[int, ...]:
     """The largest and some others, evenly spread, largest first. ``buckets`` ascend."""
     count = min(_TRIED, len(buckets))

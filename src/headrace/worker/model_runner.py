@@ -10,11 +10,9 @@ device with a queue neither reads it; ``collect`` does.
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle
 from operator import eq
 
@@ -23,19 +21,12 @@ import torch
 from torch import Tensor
 
 from headrace.clock import Clock
-from headrace.kernels import Kernels
-from headrace.kernels.inputs import AdapterRows, ForwardInputs, adapter_rows
 from headrace.layers.pooling import Pooled
-from headrace.lora.device import DeviceAdapters
-from headrace.models.decoder import Decoder
 from headrace.parallel.pipeline import Pipe
-from headrace.request import NO_SLOT, Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
-from headrace.worker.arena import Arena
-from headrace.worker.branches import branched
-from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.prompt_graphs import PromptGraphs
-from headrace.worker.rows import Gather, Ints, Packing, Rows, ints, pack, places_on, ship_all
-from headrace.worker.sampler import Draw, RowMasks, SampleBatch, Sampler, Samples, Scores, draw_of
+from headrace.request import Singles, StepPlan, StepResult, TokenLogprobs, TokenMasks
+from headrace.worker.passes import ForwardPasses, Pass, Whole
+from headrace.worker.rows import Edits, Ints, Packing, ints, places_on, ship_all
+from headrace.worker.sampler import RowMasks, SampleBatch, Sampler, Samples, Scores
 from headrace.worker.speculator import Drafts, Speculator
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -45,36 +36,12 @@ _MOST_IN_FLIGHT = 24  # steps whose events are looked at: more than there ever a
 UNUSABLE = "the model's logits for this sequence are unusable (NaN, infinite, or every token ruled out); check its biases and the checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A step that graphs take as a whole: its plan's arrays, its rows once more as they are written, how its tokens are
-    drawn."""
-
-    rows: array[int]
-    counts: array[int]
-    sample_work: array[int]
-    sample_rows: array[int]
-    on_host: Ints  # [rows]
-    how: Draw
-    adapted: bool  # some have adapters
-
-    def is_of(self, plan: StepPlan) -> bool:
-        """By identity: arrays of plans do not change."""
-        return (
-            plan.rows is self.rows
-            and plan.counts is self.counts
-            and plan.sample_work is self.sample_work
-            and plan.sample_rows is self.sample_rows
-        )
-
-
 @dataclass(slots=True)
 class Step:
     """A step under way: everything in it is still on the device, or on its way to the host, until there is a
     ``result``.
 
-    An empty plan has neither packing nor hidden states, nor has a ``drawn`` step: a graph of ``bucket`` rows computes
-    it, and another draws.
+    An empty plan has neither packing nor hidden states; one that is replayed as a whole has ``draw``.
     """
 
     plan: StepPlan  # where drafts are verified, as it is computed
@@ -84,15 +51,14 @@ class Step:
     begun: bool = False  # the first of them is recorded
     packing: Packing | None = None
     hidden: Tensor | None = None  # [tokens, hidden], until it is sampled from
-    drawn: Drawn | None = None
-    bucket: int = 0
+    draw: Callable[[], Ints] | None = None  # see Pass
     graph_tokens: int = 0  # see StepResult
     recorded: bool = False
     proposed: torch.cuda.Event | None = None  # of a step that waits for its masks: where its drafts are on the host,
     computed: torch.cuda.Event | None = None  # and its hidden states are there
     pause: Events | None = None  # around the time that it waited
     samples: tuple[Samples, ...] = ()  # consecutive pieces of the plan's samples, in order
-    mailed: bool = False  # a graph brings them to the host
+    mailed: bool = False  # they come to the host by themselves
     # index into plan.rows, then ids, logprobs, ranks; in order of position
     prompt: tuple[tuple[int, Tensor, Tensor, Tensor], ...] = ()
     drafts: Drafts | None = None
@@ -142,60 +108,36 @@ class DeviceClock:
 
 
 class ModelRunner:
-    """Runs plans over one decoder, one KV cache and one set of rows.
-
-    ``max_logits_rows`` bounds how many rows of logits exist at once. ``padded`` fills every sequence up to the longest.
-    ``prune``: the last layer computes no more than is read (of a prompt, its last token). ``arena``: what ``kernels``
-    take their results' memory from, in steps that no graph computes. ``adapters``: None where rows have none.
-    """
+    """Runs plans over one decoder, one KV cache and one set of rows. ``max_logits_rows`` bounds how many rows of logits
+    exist at once."""
 
     def __init__(
         self,
-        decoder: Decoder,
-        kv_caches: Sequence[Tensor],  # one a KV group: [blocks, layers, 2, kv_heads, block_size, head_dim]
-        rows: Rows,
-        kernels: Kernels,
+        passes: ForwardPasses,
         *,
         max_logits_rows: int,
-        padded: bool,
-        prune: bool = False,
         clock: Clock,
-        graphs: DecodeGraphs | None = None,
-        prompt_graphs: PromptGraphs | None = None,
-        arena: Arena | None = None,
-        adapters: DeviceAdapters | None = None,
         queued: bool | None = None,  # by the rows' device
         speculator: Speculator | None = None,
         pipe: Pipe | None = None,
     ) -> None:
         """``pipe``: between the stages of a pipeline, of which this decoder is one."""
-        self.decoder = decoder
+        self.passes = passes
+        self.decoder, self._rows, self._kv_caches = passes.decoder, passes.rows, passes.kv_caches
+        self._sampler = Sampler(passes.rows, passes.kernels)
         self._pipe = pipe
         self._awaited: deque[_Awaited] = deque()  # tokens that are sampled in the last stage
         self._number = self._collected = 0
-        self._arena = arena
-        self._adapters = adapters
-        self.graphs = graphs
-        self.prompt_graphs = prompt_graphs
-        self._kv_caches = tuple(kv_caches)
-        self._rows = rows
-        self._gather = Gather(rows, kernels)
-        self._sampler = Sampler(rows, kernels)
         self._max_logits_rows = max_logits_rows
-        self._padded = padded
-        pooling = decoder.spec.pooling
-        self._prune = prune and decoder.spec.answers
-        self._first = pooling is not None and pooling.kind == "cls"
         self._clock = clock
         self._device_clock = DeviceClock()
         self._speculator = speculator
         self._verifying: deque[Step] = deque()  # steps of a queue whose rows' lengths are not known yet
-        self._last_drawn: Drawn | None = None
         self._events = _pairs_of_events()
-        self._every = array("i", range(len(rows.traits)))
         # Where steps are queued. Asking torch for it each time takes longer than recording an event.
-        queued = rows.device.type == "cuda" if queued is None else queued
-        self._stream = torch.cuda.current_stream(rows.device) if queued else None
+        device = self._rows.device
+        queued = device.type == "cuda" if queued is None else queued
+        self._stream = torch.cuda.current_stream(device) if queued else None
 
     @property
     def queued(self) -> bool:
@@ -274,15 +216,7 @@ class ModelRunner:
         if self._speculator is not None:
             self._await_lengths()
             self._speculator.leave(plan)
-        if plan.adapters and self._adapters is not None:
-            self._bring(self._adapters, plan)
-        edits, drawn = self._rows.edits_of(plan), None
-        if edits is not None and (drawn := self._drawn(plan)) is not None:
-            self._rows.drop(plan)
-        else:
-            edits = (), (), ()
-            self._rows.apply(plan)
-            drawn = self._drawn(plan)
+        whole = self.passes.edit(plan)
         if plan.copy_group:
             self._copy_blocks(plan)
         if self._speculator is not None:
@@ -293,27 +227,10 @@ class ModelRunner:
             if self._stream is None:
                 return step  # computed without the drafts that grammars refute; a queue goes on, its tokens cost less
             step.proposed = _recorded()
-        if drawn is not None and self.graphs is not None:
-            context = ints(plan.starts) + 1
-            step.bucket = self.graphs.write(
-                drawn.on_host, context, edits, shared_tokens=plan.shared_tokens, adapted=drawn.adapted
-            )
-            self._begin(step)
-            self.graphs.compute(step.bucket, drawn.how)
-            step.drawn = drawn
-        else:
-            self._compute(step)
+        self._compute(step, whole)
         if plan.masked and self._stream is not None:
             step.computed = _recorded()
         return step
-
-    def _bring(self, adapters: DeviceAdapters, plan: StepPlan) -> None:
-        if not adapters.bring(plan.adapters):
-            return
-        self._last_drawn = None
-        for graphs in (self.graphs, self.prompt_graphs):
-            if graphs is not None:
-                graphs.forget_adapted()
 
     def _await_lengths(self) -> None:
         """A step behind one that verifies drafts, on a device with a queue, waits until it is known how long its rows
@@ -329,129 +246,31 @@ class ModelRunner:
             step.begun = True
             step.events[0].record(self._stream)
 
-    def _compute(self, step: Step) -> None:
-        """A step that goes on eagerly from its hidden states."""
-        plan = step.plan
-        packing = pack(plan, padded=self._padded, prune=self._prune, first=self._first) if plan.rows else None
-        if packing is not None and step.drafts is not None and step.drafts.trees:
-            packing = branched(packing, step.drafts.trees)
-        if packing is not None and plan.drafts and self._verify_drawn(step, packing):
-            return
-        compute, graph_tokens = (None, 0) if packing is None else self._prepared(step, packing)
-        if packing is None or self.decoder.embeds:  # else it begins once it has what it goes on from
+    def _compute(self, step: Step, whole: tuple[Whole, Edits] | None = None) -> None:
+        """``whole``: as ``edit`` has found."""
+        found = None
+        if whole is not None:
+            found = self.passes.whole(step.plan, *whole)
+        elif step.plan.rows:
+            found = self.passes.of(step.plan, step.drafts)
+        if found is None or self.decoder.embeds:  # else it begins once it has what it goes on from
             self._begin(step)
-        if compute is not None:
-            step.packing, step.hidden, step.graph_tokens = packing, compute(), graph_tokens
+        if found is not None:
+            step.packing, step.draw, step.graph_tokens = found.packing, found.draw, found.graph_tokens
+            step.hidden = found.compute() if self._pipe is None else self._through(self._pipe, step, found)
 
-    def _verify_drawn(self, step: Step, packing: Packing) -> bool:
-        """Whether graphs compute a step that verifies drafts and draw at all of its tokens."""
-        plan, graphs, tokens = step.plan, self.graphs, len(packing.chunk)
-        rows = ints(plan.rows)
-        how = draw_of(self._rows.traits[rows])
-        if graphs is None or how is None or not self._chains(plan, packing) or not graphs.draws(tokens):
-            return False
-        rows = rows[packing.chunk]
-        step.bucket = graphs.write(rows, packing.position + 1, chained=True, tree=_tree_of(packing))
-        self._begin(step)
-        graphs.compute(step.bucket, how)
-        step.drawn = Drawn(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how, adapted=False)
-        return True
-
-    def _chains(self, plan: StepPlan, packing: Packing) -> bool:
-        """Whether a graph of decode steps computes this one, each of its tokens as a row: every one of them is sampled
-        from, in order."""
-        tokens = len(packing.chunk)
-        if (
-            self.graphs is None
-            or plan.prompt_logprobs
-            or not self.graphs.serves(tokens)
-            or self._slots(plan.rows) is not None
-        ):
-            return False
-        return not self._padded and np.array_equal(packing.sampled(plan), np.arange(tokens))
-
-    def _prepared(self, step: Step, packing: Packing) -> tuple[Callable[[], Tensor], int]:
-        """The step's inputs on their way to the device; what computes its hidden states from them, and the tokens of a
-        prompt graph that does."""
-        plan = step.plan
-        graphs, prompts, slots = self.graphs, self.prompt_graphs, self._slots(plan.rows)
-        if (
-            graphs is not None
-            and len(packing.chunk) == len(plan.rows)
-            and self._serves(graphs, len(plan.rows), adapted=slots is not None)
-        ):
-            rows, shared = ints(plan.rows), plan.shared_tokens
-            bucket = graphs.write(rows, packing.context, shared_tokens=shared, adapted=slots is not None)
-            return partial(self._replayed, step, graphs, bucket, len(rows)), 0
-        if graphs is not None and self._pipe is None and plan.drafts and self._chains(plan, packing):
-            rows = ints(plan.rows)[packing.chunk]
-            bucket = graphs.write(rows, packing.position + 1, chained=True, tree=_tree_of(packing))
-            return partial(graphs.hidden, bucket, len(rows)), 0
-        if prompts is not None and not plan.drafts and (shape := prompts.shape_of(plan, packing)) is not None:
-            prompts.write(shape, plan, packing)
-            wanted = packing.chunk if packing.wanted is None else packing.wanted
-            adapted = slots is not None
-            compute = partial(prompts.compute, shape, len(wanted), adapted=adapted)
-            return compute, shape.tokens if prompts.replays(shape, adapted=adapted) else 0
-        return partial(self._computed, step, self._gather.inputs(plan, packing, slots)), 0
-
-    @staticmethod
-    def _serves(graphs: DecodeGraphs, count: int, *, adapted: bool) -> bool:
-        return graphs.adapts(count) if adapted else graphs.serves(count)
-
-    def _slots(self, rows: Sequence[int] | Ints) -> Ints | None:
-        """Of these rows' adapters; None where none has one."""
-        if self._adapters is None:
-            return None
-        slots = self._rows.adapter_slots[np.asarray(rows)]
-        return slots if (slots != NO_SLOT).any() else None
-
-    def _adapted(self, rows: Ints) -> AdapterRows | None:
-        """What the head is told of hidden states of these rows."""
-        slots = self._slots(rows) if self._adapters is not None and self._adapters.slots.head_touched else None
-        return None if slots is None else adapter_rows(slots, self._rows.device)
-
-    def _computed(self, step: Step, inputs: ForwardInputs) -> Tensor:
-        """Hidden states. Nothing else of the forward pass is read when another has been queued."""
-        compute = partial(self.decoder.forward, inputs, self._kv_caches)
-        if self._pipe is not None:
-            shape = len(inputs.token_ids), self.decoder.spec.hidden_size
-            entry = partial(torch.empty, shape, dtype=self._kv_caches[0].dtype, device=self._rows.device)
-            return self._through(self._pipe, step, entry, partial(self.decoder.forward, inputs, self._kv_caches))
-        if self._arena is None:
-            return compute()
-        wanted = None if inputs.wanted is None else len(inputs.wanted)
-        tokens = len(inputs.token_ids)
-        changed = 0 if inputs.adapters is None or self._adapters is None else self._adapters.slots.changed
-        kind = self.decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None, changed
-        return self._arena.run(compute, tokens, wanted, kind=kind)
-
-    def _replayed(self, step: Step, graphs: DecodeGraphs, bucket: int, count: int) -> Tensor:
-        """The same of a step that a graph computes."""
-        if self._pipe is None:
-            return graphs.hidden(bucket, count)
-
-        def compute(_: Tensor | None) -> Tensor:
-            hidden = graphs.hidden(bucket, count)
-            return hidden if self.decoder.answers else hidden.clone()  # the next replay may be before it is sent
-
-        return self._through(self._pipe, step, partial(graphs.entry, bucket, count), compute)
-
-    def _through(
-        self, pipe: Pipe, step: Step, entry: Callable[[], Tensor], compute: Callable[[Tensor | None], Tensor]
-    ) -> Tensor:
-        """What one stage computes, from what comes to lie in ``entry``. What it waits for the one before is idle
-        time."""
+    def _through(self, pipe: Pipe, step: Step, found: Pass) -> Tensor | None:
+        """What one stage computes. What it waits for the one before is idle time."""
         begun = None
-        if not self.decoder.embeds:
-            begun = entry()
+        if found.entry is not None and not self.decoder.embeds:
+            begun = found.entry()
             if step.drafts is None or not step.drafts.unsent:
                 pipe.receive(begun)
             self._begin(step)
-        if step.cancelled and begun is not None:
-            return begun
-        hidden = compute(begun)
-        if not self.decoder.answers:
+            if step.cancelled:
+                return begun
+        hidden = found.compute(begun)
+        if hidden is not None and not self.decoder.answers:
             pipe.send(hidden)
         return hidden
 
@@ -464,9 +283,8 @@ class ModelRunner:
             step.pause = step.computed, _recorded()
         if step.plan.masked and step.drafts is not None:
             masks = self._cut(step, masks)
-        if step.drawn is not None and self.graphs is not None:
-            tokens = self.graphs.draw(step.bucket, len(step.drawn.on_host), step.drawn.how)
-            step.samples, step.mailed = (Samples(tokens),), True
+        if step.draw is not None:
+            step.samples, step.mailed = (Samples(step.draw()),), True
         elif step.packing is not None and step.hidden is not None:
             self._sample_eagerly(step, step.packing, step.hidden, masks)
             step.hidden = None  # whatever the next step allocates may lie there
@@ -478,7 +296,7 @@ class ModelRunner:
         if step.drafts is not None and self.decoder.answers:
             self._verifying.append(step)
         step.events[1].record(self._stream)
-        step.recorded = self.prompt_graphs is not None and self.prompt_graphs.record()
+        step.recorded = self.passes.record()
         return step
 
     def _cut(self, step: Step, masks: TokenMasks) -> TokenMasks:
@@ -503,9 +321,11 @@ class ModelRunner:
             self._pipe.send_tokens(picked, to_all=True)
             step.samples = (Samples(picked, None),)
             return
-        if (tokens := self._drawn_behind(step, packing, hidden, masks)) is not None:
-            step.samples, step.mailed = (Samples(tokens),), True
-            return
+        if step.drafts is None and not masks.samples:
+            tokens = self.passes.drawn(plan, packing, hidden)
+            if tokens is not None:
+                step.samples, step.mailed = (Samples(tokens),), True
+                return
         pieces = self._pieces(len(plan.sample_rows))
         step.samples = tuple(self._sample_piece(plan, packing, hidden, piece, masks) for piece in pieces)
         scored = (
@@ -517,20 +337,6 @@ class ModelRunner:
         if self._pipe is not None and step.samples:
             picked = torch.cat([torch.as_tensor(each.picked) for each in step.samples])
             self._pipe.send_tokens(picked, to_all=step.drafts is not None)
-
-    def _drawn_behind(self, step: Step, packing: Packing, hidden: Tensor, masks: TokenMasks) -> Ints | None:
-        """Tokens that the graphs of decode steps draw from a step's hidden states; None where samples want more than a
-        draw. (Sampling is some twenty launches, which take a host up to 2 ms.)"""
-        plan, graphs, count = step.plan, self.graphs, len(step.plan.sample_rows)
-        if graphs is None or step.drafts is not None or not count or not graphs.draws(count):
-            return None
-        if masks.samples or plan.prompt_logprobs or (self._adapters is not None and self._adapters.slots.head_touched):
-            return None
-        rows, places = ints(plan.sample_rows), packing.sampled(plan)
-        how, at = draw_of(self._rows.traits[rows]), packing.hidden_rows(places)
-        if how is None or not np.array_equal(at, np.arange(count)):
-            return None
-        return graphs.draw_from(hidden[:count], rows, packing.position[places] + 1, how)
 
     def _await_tokens(self, step: Step, packing: Packing) -> None:
         """The first stage goes on from them; those between learn of drafts that are refuted."""
@@ -546,7 +352,7 @@ class ModelRunner:
             return None
         first, last = packing.begun(plan), packing.sampled(plan)
         if packing.wanted is not None:  # nothing else was computed to the end
-            first = last = packing.hidden_rows(first if self._first else last)
+            first = last = packing.hidden_rows(first if self.passes.pools_first else last)
         places = ship_all(self._rows.device, first, last)
         return self.decoder.pooled(hidden, Pooled(places[0].long(), places[1].long()))
 
@@ -593,60 +399,18 @@ class ModelRunner:
         self._sampler.count(drafts.rows, taken)
         return taken, scores, wrong
 
-    def prepare(self) -> bool:
-        """With nothing in flight: see Executor."""
-        return (self.prompt_graphs is not None and self.prompt_graphs.prepare()) or (
-            self.graphs is not None and self.graphs.prepare()
-        )
-
     def forget(self) -> None:
         """Drops every row; KV blocks stay as they are, and what happened so far is no step's idle time."""
         self._take_tokens()
-        self._rows.clear()
+        self.passes.forget()
         self._verifying.clear()
         if self._speculator is not None:
             self._speculator.forget()
-        self._last_drawn = None
         self._device_clock = DeviceClock()
-        if self.graphs is not None:
-            self.graphs.restart()
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for group, source, target in zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True):
             self._kv_caches[group][target].copy_(self._kv_caches[group][source], non_blocking=True)
-
-    def _drawn(self, plan: StepPlan) -> Drawn | None:
-        """How graphs take the whole step; None where it wants more than they do. Its rows have been edited.
-
-        Steps of the same rows have the same arrays as a rule, and are not looked at again.
-        """
-        last = self._last_drawn
-        if last is None or plan.rows_added or plan.drafts or plan.prompt_logprobs or not last.is_of(plan):
-            self._last_drawn = last = self._look_at(plan)
-        return last
-
-    def _look_at(self, plan: StepPlan) -> Drawn | None:
-        """Where every chunk is one token and gets the one after its own, and nothing else is asked for."""
-        count, graphs = len(plan.rows), self.graphs
-        if graphs is None or not count or plan.counts.count(1) != count or not graphs.draws(count):
-            return None
-        adapted = self._slots(plan.rows) is not None
-        if adapted and (self._adapters is None or self._adapters.slots.head_touched or not graphs.adapts(count)):
-            return None  # the head that graphs draw with is the model's own
-        if (
-            plan.drafts
-            or plan.prompt_logprobs
-            or plan.sample_rows != plan.rows
-            or plan.sample_work != self._every[:count]
-        ):
-            return None
-        rows = ints(plan.rows)
-        how = draw_of(self._rows.traits[rows])
-        return (
-            None
-            if how is None
-            else Drawn(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how, adapted)
-        )
 
     def _pieces(self, count: int) -> Iterator[slice]:
         for first in range(0, count, self._max_logits_rows):
@@ -664,8 +428,7 @@ class ModelRunner:
             masks=_masks_of(masks, piece) if masks.samples else None,
         )
         picked = hidden[places_on(self._rows.device, packing.hidden_rows(places))[0]]
-        adapters = self._adapted(ints(plan.rows)[packing.chunk[places]])
-        return self._sampler.sample(self.decoder.logits(picked, adapters).float(), batch)
+        return self._sampler.sample(self.passes.logits(picked, ints(plan.rows)[packing.chunk[places]]), batch)
 
     def _score_prompt(
         self, plan: StepPlan, packing: Packing, hidden: Tensor, index: int
@@ -677,7 +440,7 @@ class ModelRunner:
         first_packed = int(packing.last[index]) + 1 - plan.counts[index]
         for piece in self._pieces(num_scored):
             scored = hidden[first_packed + piece.start : first_packed + piece.stop]
-            logits = self.decoder.logits(scored, self._adapted(np.full(len(scored), row))).float()
+            logits = self.passes.logits(scored, np.full(len(scored), row, dtype=np.int32))
             targets = self._rows.token_ids[row, start + piece.start + 1 : start + piece.stop + 1].long()
             yield self._sampler.score(logits, targets, num_best)
 
@@ -693,10 +456,6 @@ def _recorded() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _tree_of(packing: Packing) -> Packing | None:
-    return None if packing.tree is None else packing
 
 
 def _drafts_before(plan: StepPlan, piece: slice) -> Ints:

@@ -21,11 +21,11 @@ from torch import nn
 from headrace.layers.linear import Linear
 from headrace.request import NewRow, SamplingParams, StepPlan, StructuredOutputs, TokenMasks
 from headrace.spec import KVGroup
-from headrace.worker.graphs import buckets_up_to
+from headrace.worker.memory import buckets_up_to
 from headrace.worker.model_runner import ModelRunner
 
 _TOKENS = 16
-# what graphs draw, at its most demanding
+# the most demanding draw that is captured
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, detokenize=False)
 # Everything that makes a sampler keep something for a row.
 DEMANDING = replace(
@@ -86,7 +86,7 @@ class Limits:
 
 
 def decode_plan(limits: Limits) -> StepPlan:
-    """One token of every row, drawn with every filter: the largest step that graphs cover."""
+    """One token of every row, drawn with every filter: the largest step that is captured."""
     return _first_step([1] * min(limits.max_num_seqs, limits.tokens_a_step), [DRAWN])
 
 
@@ -158,7 +158,7 @@ def _edits(new: NewRow, groups: Sequence[KVGroup]) -> Iterator[tuple[int, int, i
 
 
 def product_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens that matter: of batches that graphs are captured for (a capture must load nothing), of larger
+    """Numbers of tokens that matter: of batches whose steps are captured (a capture must load nothing), of larger
     steps, of the largest."""
     many = [count for size in (512, 1024, 2048, 4096, 8192, 16384) for count in (size * 3 // 4, size)]
     few = buckets_up_to(max_num_seqs)

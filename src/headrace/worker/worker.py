@@ -66,11 +66,12 @@ from headrace.worker.asleep import DeviceMemory, HostPages
 from headrace.worker.draft_setup import check_tree, resolve_draft
 from headrace.worker.drafting import Drafting, place_draft
 from headrace.worker.executor import DeviceExecutor
-from headrace.worker.graphs import DecodeGraphs, buckets_up_to
+from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.host import process_memory
-from headrace.worker.memory import COPY, Room, memory_decision, row_bytes
+from headrace.worker.memory import COPY, Room, buckets_up_to, memory_decision, row_bytes
 from headrace.worker.model_runner import ModelRunner
+from headrace.worker.passes import ForwardPasses
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
@@ -465,21 +466,24 @@ class Worker:
         self, rows: Rows, kv_caches: Sequence[Tensor], own: Sequence[Tensor] | None = None, graphs: Graphs = _NO_GRAPHS
     ) -> ModelRunner:
         own = self._drafting.create_caches(kv_caches) if own is None else own
-        return ModelRunner(
+        passes = ForwardPasses(
             self._decoder,
             kv_caches,
             rows,
             self._kernels,
-            max_logits_rows=self._config.scheduler.logits_rows,
             padded=self._setup.padded,
             prune=self._prunes,
-            pipe=self._pipe,
-            clock=RealClock(),
             graphs=graphs.decode,
             prompt_graphs=graphs.prompts,
             arena=self._arena,
-            speculator=self._drafting.create_speculator(rows, kv_caches, own, graphs.draft),
             adapters=self._adapters,
+        )
+        return ModelRunner(
+            passes,
+            max_logits_rows=self._config.scheduler.logits_rows,
+            pipe=self._pipe,
+            clock=RealClock(),
+            speculator=self._drafting.create_speculator(rows, kv_caches, own, graphs.draft),
         )
 
     @property
