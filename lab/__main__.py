@@ -40,6 +40,13 @@ BENCHMARKS: dict[str, Benchmark] = {
     "arena": Benchmark(
         "lab.arena", "activations planned by lifetime beside torch's allocator (GPU)", model=True, engine=True
     ),
+    "experts": Benchmark(
+        "lab.experts",
+        "how evenly placements of experts fill several devices, on rows that they were not made from",
+        model=True,
+        engine=True,
+        flags="experts.arguments",
+    ),
     "capacity": Benchmark("lab.capacity", "requests a second within a bound on the time between tokens, simulated"),
     "overload": Benchmark(
         "lab.overload", "requests served in time when more are asked than a device can do, simulated"

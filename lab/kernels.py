@@ -1,8 +1,8 @@
 """``python -m lab kernels``: ``headrace bench kernels`` over every operation, those too that fuse others or that only
 an engine's own work has.
 
-What lives here: inputs, bytes and FLOPs of products with what is around them, adapters, encoders' attention, whole
-steps, drafts, rows of ids. What may not: the other operations' (bench/kernel_cases.py), timing.
+What lives here: inputs, bytes and FLOPs of products with what is around them, norms, activations, logits, adapters,
+encoders' attention, whole steps, drafts, rows of ids. What may not: the other operations' (bench/kernel_cases.py), timing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from headrace.bench import kernels
-from headrace.bench.kernel_cases import SPARSE, Calls, CaseMaker, KernelCase, case_of
+from headrace.bench.kernel_cases import MANY_ROWS, SPARSE, Calls, CaseMaker, KernelCase, case_of
 from headrace.kernels.candidate import (
     DeltaFacts,
     EightBits,
     ExpertFacts,
     Facts,
     HeadFacts,
+    NormFacts,
     StepFacts,
     WeightFacts,
 )
@@ -55,6 +56,8 @@ class EveryCase(CaseMaker):
     rows_of: Mapping[str, tuple[int, int]] = {
         **CaseMaker.rows_of,
         **dict.fromkeys(("fused_linear", "packed_fused_linear"), (1, MOST_ROWS)),
+        # of a step's last rows only
+        **dict.fromkeys(("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"), (1, MANY_ROWS)),
         "gated_linear": (MOST_ROWS + 1, 2**31),
         "fused_moe": (1, FEW),
     }
@@ -375,6 +378,64 @@ class EveryCase(CaseMaker):
         return _through(
             partial(_left, 2), case_of("fetch_step", f"{rows} rows", Facts(torch.int32), 2 * 3 * 4 * rows, 0, [call])
         )
+
+    def _normed(self, op: str, rows: int) -> KernelCase:
+        width = self.spec.hidden_size
+        weight, shift = torch.ones(width, dtype=self.dtype), (torch.zeros(width, dtype=self.dtype),)
+        more = shift if op == "layer_norm" else ()
+        inputs = [(self._random(rows, width), weight, *more, 1e-5, self._random(rows, width)) for _ in range(4)]
+        facts, count = NormFacts(self.dtype, self.dtype), rows * width
+        return case_of(op, f"{rows}x{width}, residual", facts, self._bytes(4 * count), 6 * count, inputs)
+
+    _rms_norm = partialmethod(_normed, "rms_norm")
+    _layer_norm = partialmethod(_normed, "layer_norm")
+
+    def _activated(self, op: str, rows: int) -> KernelCase:
+        width, halves = self.spec.intermediate_size, 1 + (op == "gated_activation")
+        inputs = [(self._random(rows, halves * width), Activation.SILU) for _ in range(4)]
+        size = self._bytes(rows * width * (halves + 1))
+        return case_of(op, f"{rows}x{width}, silu", Facts(self.dtype), size, 6 * rows * width, inputs)
+
+    _activation = partialmethod(_activated, "activation")
+    _gated_activation = partialmethod(_activated, "gated_activation")
+
+    def _rotary_write(self, rows: int) -> KernelCase:
+        spec = self.spec
+        dim = spec.head_dim
+        cos_sin, (k_cache, v_cache) = torch.rand(4096, dim) * 0.7, self._cache(rows)
+        packed = [self._random(rows, sum(spec.qkv_heads), dim) for _ in range(4)]
+        positions, slots = torch.arange(rows), torch.arange(rows)
+
+        def calls(write: Callable[..., Any]) -> Calls:
+            inputs = [x.clone().split(spec.qkv_heads, dim=1) for x in packed]  # written in place
+            return [partial(write, *qkv, positions, cos_sin, k_cache, v_cache, slots) for qkv in inputs]
+
+        rotated = rows * sum(spec.qkv_heads[:2]) * dim
+        size = self._bytes(2 * rotated + 3 * rows * spec.num_kv_heads * dim) + rows * dim * 4
+        return KernelCase("rotary_write", f"{rows} tokens", HeadFacts(*self._heads), size, 3 * rotated, calls)
+
+    def _over_logits(self, op: str, rows: int) -> KernelCase:
+        """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs
+        of given tokens."""
+        vocab, every = self.spec.vocab_size, torch.arange(rows)
+        filters = (torch.full((rows,), 50), torch.full((rows,), 0.9), torch.zeros(rows))
+        inputs: list[tuple[Any, ...]] = []
+        for _ in range(4):
+            x = torch.randn(rows, vocab, generator=self._generator) * 4
+            picked = x.amax(-1), torch.full((rows,), 0.8), filters, every, every
+            inputs.append((x, *{"greedy_tokens": (), "score_tokens": (every % vocab, min(5, vocab))}.get(op, picked)))
+        return case_of(op, f"{rows}x{vocab}", Facts(torch.float32), 4 * rows * vocab, rows * vocab, inputs)
+
+    _greedy_tokens = partialmethod(_over_logits, "greedy_tokens")
+    _pick_tokens = partialmethod(_over_logits, "pick_tokens")
+    _score_tokens = partialmethod(_over_logits, "score_tokens")
+
+    def _gumbel_argmax(self, rows: int) -> KernelCase:
+        vocab = self.spec.vocab_size
+        size = 4 * rows * vocab
+        scores = torch.empty(min(self._copies(size), 8), rows, vocab).normal_(0.0, 3.0, generator=self._generator)
+        inputs = [(each, None, torch.arange(rows) * 977, torch.arange(rows)) for each in scores]
+        return case_of("gumbel_argmax", f"{rows}x{vocab}", Facts(torch.float32), size, rows * vocab, inputs)
 
 
 def _through(run: Callable[..., Any], case: KernelCase) -> KernelCase:

@@ -126,12 +126,8 @@ def test_experts_are_recorded_placed_and_held_so(tmp_path: Path, capsys: pytest.
     for more in (["--ranks", "2", "4"], ["--ranks", "2", "--tensor-parallel-size", "2", "--enable-expert-parallel"]):
         found = figures(tmp_path, "experts", *words, *more, "--output", str(tmp_path / "counts.json"))
         recorded.append(json.loads((tmp_path / "counts.json").read_text())["counts"])
-        # of every eighth text nothing was placed
-        assert "placed by 392 rows" in found["facts"]["shape"] and "held out: 56 others" in found["facts"]["shape"]
-        for each in found["figures"]:
-            plain, balanced = (each["placements"][name] for name in ("neighbours together", "balanced"))
-            assert 1 <= each["bound"] <= balanced["recorded"] + 1e-9 <= plain["recorded"] + 2e-9
-            assert plain["steps of 16"] >= plain["all"] >= 1
+        for each in found["imbalance"].values():
+            assert 1 <= each["balanced"] <= each["neighbours together"] + 1e-9
     assert recorded[0] == recorded[1] and set(recorded[0]) == {"0", "1", "2"}
     assert all(sum(each) == 14 * (24 + 5 - 1) * 2 for each in recorded[0].values())  # 2 experts a row
     copies = ["--copies", "1", "--ranks", "2", "--output", str(tmp_path / "placed.json")]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.bench.experts import _steps
 from headrace.config import DeviceConfig, EngineConfig
 from headrace.cost.cost_model import CostModel, StepLoad
 from headrace.errors import ConfigError
@@ -25,6 +24,7 @@ from headrace.planner.devices import known_devices
 from headrace.planner.pricing import priced
 from headrace.sites import count_bytes, weights
 from headrace.spec import DecoderSpec, LayerSpec, MoESpec, kv_groups
+from lab.experts import _figures, _steps
 from tests.support.specs import SMALL
 
 SPARSE = replace(SMALL, layers=(LayerSpec(moe=MoESpec(7, 2, 18, renormalize=True)), LayerSpec()), num_kv_heads=2)
@@ -94,6 +94,18 @@ def test_steps_wait_for_their_busiest_rank_and_copies_take_turns() -> None:
     choices = np.array([[0, 1], [0, 1], [0, 2], [1, 3]], dtype=np.int16)
     assert _steps(choices, ((0, 1), (2, 3)), 2) == (4 + 2) / 4 and _steps(choices, ((0, 1), (2, 3)), 0) == 6 / 4
     assert _steps(choices, ((0, 1), (0, 2, 3)), 2) == (3 + 2) / 4  # 0, 1, 1 | 0; then 0, 1 | 2, 3
+
+
+def test_placements_are_judged_on_rows_that_they_were_not_made_from() -> None:
+    draw = np.random.default_rng(0)
+    made, others = (draw.choice(8, (400, 2), p=np.arange(1, 9) / 36).astype(np.int16) for _ in range(2))
+    counts = {0: [float(each) for each in np.bincount(made.ravel(), minlength=8)]}
+    found = _figures(counts, {0: (others, 8)}, 4, 3)
+    plain, balanced, copied = (
+        found["placements"][name] for name in ("neighbours together", "balanced", "with 3 copies")
+    )
+    assert 1 <= found["bound"] <= balanced["recorded"] + 1e-9 <= plain["recorded"] + 2e-9
+    assert copied["recorded"] <= balanced["recorded"] and plain["steps of 16"] >= plain["all"] >= balanced["all"] >= 1
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(8, 2), (7, 2), (9, 4), (128, 8), (4, 4)])

@@ -1,7 +1,8 @@
 """The call sites that ``headrace bench kernels`` times: one model's shapes, at the row counts of decode and prefill.
 
-What lives here: inputs, bytes and FLOPs of the operations that compute with weights, keys or logits; those around
-them are measured in a checkout (lab/kernels.py). What may not: choosing kernels, timing, printing (kernels.py).
+What lives here: inputs, bytes and FLOPs of the operations that read weights or keys, which take nearly all of a step's
+time; the others are measured in a checkout (lab/kernels.py). What may not: choosing kernels, timing, printing
+(kernels.py).
 
 Bytes are what must cross the memory bus once: weights, inputs, outputs, the visible keys and values. FLOPs count a
 multiply-add as two.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from headrace.kernels.candidate import (
     ExpertFacts,
     Facts,
     HeadFacts,
-    NormFacts,
     RopeFacts,
     WeightFacts,
 )
@@ -82,11 +82,7 @@ class CaseMaker:
     """Makes the cases of one shape. Calls rotate through ``working_set`` bytes, so that no cache holds a weight from
     call to call. ``rows_of``: the least and the most rows that an operation is called with, where not all are."""
 
-    rows_of: Mapping[str, tuple[int, int]] = {
-        "rope_attention": (1, MANY_ROWS),
-        # of a step's last rows only
-        **dict.fromkeys(("greedy_tokens", "pick_tokens", "gumbel_argmax", "score_tokens"), (1, MANY_ROWS)),
-    }
+    rows_of: Mapping[str, tuple[int, int]] = {"rope_attention": (1, MANY_ROWS)}
 
     def __init__(
         self, spec: DecoderSpec, dtype: torch.dtype, context: int, working_set: int, device: torch.device
@@ -193,26 +189,6 @@ class CaseMaker:
     def _bytes(self, elements: int) -> int:
         return elements * self.dtype.itemsize
 
-    def _normed(self, op: str, rows: int) -> KernelCase:
-        width = self.spec.hidden_size
-        weight, shift = torch.ones(width, dtype=self.dtype), (torch.zeros(width, dtype=self.dtype),)
-        more = shift if op == "layer_norm" else ()
-        inputs = [(self._random(rows, width), weight, *more, 1e-5, self._random(rows, width)) for _ in range(4)]
-        facts, count = NormFacts(self.dtype, self.dtype), rows * width
-        return case_of(op, f"{rows}x{width}, residual", facts, self._bytes(4 * count), 6 * count, inputs)
-
-    _rms_norm = partialmethod(_normed, "rms_norm")
-    _layer_norm = partialmethod(_normed, "layer_norm")
-
-    def _activated(self, op: str, rows: int) -> KernelCase:
-        width, halves = self.spec.intermediate_size, 1 + (op == "gated_activation")
-        inputs = [(self._random(rows, halves * width), Activation.SILU) for _ in range(4)]
-        size = self._bytes(rows * width * (halves + 1))
-        return case_of(op, f"{rows}x{width}, silu", Facts(self.dtype), size, 6 * rows * width, inputs)
-
-    _activation = partialmethod(_activated, "activation")
-    _gated_activation = partialmethod(_activated, "gated_activation")
-
     @property
     def _heads(self) -> tuple[torch.dtype, int, int, int]:
         return self.dtype, self.spec.head_dim, self.spec.num_heads, self.spec.num_kv_heads
@@ -231,21 +207,6 @@ class CaseMaker:
 
     def _scales(self, form: KVFormat) -> Quantized:
         return Quantized(form) if form.scales else Quantized(form, *torch.ones(2, self.spec.num_kv_heads))
-
-    def _rotary_write(self, rows: int) -> KernelCase:
-        spec = self.spec
-        dim = spec.head_dim
-        cos_sin, (k_cache, v_cache) = torch.rand(4096, dim) * 0.7, self._cache(rows)
-        packed = [self._random(rows, sum(spec.qkv_heads), dim) for _ in range(4)]
-        positions, slots = torch.arange(rows), torch.arange(rows)
-
-        def calls(write: Callable[..., Any]) -> Calls:
-            inputs = [x.clone().split(spec.qkv_heads, dim=1) for x in packed]  # written in place
-            return [partial(write, *qkv, positions, cos_sin, k_cache, v_cache, slots) for qkv in inputs]
-
-        rotated = rows * sum(spec.qkv_heads[:2]) * dim
-        size = self._bytes(2 * rotated + 3 * rows * spec.num_kv_heads * dim) + rows * dim * 4
-        return KernelCase("rotary_write", f"{rows} tokens", HeadFacts(*self._heads), size, 3 * rotated, calls)
 
     def _decoding(self, rows: int) -> tuple[AttentionInputs, Tensor]:
         """A token of each of so many sequences, none of which share keys; and its positions."""
@@ -321,26 +282,3 @@ class CaseMaker:
             [(*x, *rest, Activation.SILU) for x in inputs],
         )
         return case_of("moe", label, facts, size, 2 * pairs * expert, calls)
-
-    def _over_logits(self, op: str, rows: int) -> KernelCase:
-        """Operations over rows of raw logits, each read once: the largest, a random pick with top-k and top-p, logprobs
-        of given tokens."""
-        vocab, every = self.spec.vocab_size, torch.arange(rows)
-        filters = (torch.full((rows,), 50), torch.full((rows,), 0.9), torch.zeros(rows))
-        inputs: list[tuple[Any, ...]] = []
-        for _ in range(4):
-            x = torch.randn(rows, vocab, generator=self._generator) * 4
-            picked = x.amax(-1), torch.full((rows,), 0.8), filters, every, every
-            inputs.append((x, *{"greedy_tokens": (), "score_tokens": (every % vocab, min(5, vocab))}.get(op, picked)))
-        return case_of(op, f"{rows}x{vocab}", Facts(torch.float32), 4 * rows * vocab, rows * vocab, inputs)
-
-    _greedy_tokens = partialmethod(_over_logits, "greedy_tokens")
-    _pick_tokens = partialmethod(_over_logits, "pick_tokens")
-    _score_tokens = partialmethod(_over_logits, "score_tokens")
-
-    def _gumbel_argmax(self, rows: int) -> KernelCase:
-        vocab = self.spec.vocab_size
-        size = 4 * rows * vocab
-        scores = torch.empty(min(self._copies(size), 8), rows, vocab).normal_(0.0, 3.0, generator=self._generator)
-        inputs = [(each, None, torch.arange(rows) * 977, torch.arange(rows)) for each in scores]
-        return case_of("gumbel_argmax", f"{rows}x{vocab}", Facts(torch.float32), size, rows * vocab, inputs)
