@@ -131,23 +131,29 @@ def test_replicas_that_hand_over_keys_say_what_the_cpu_says(judge: Judge) -> Non
                 judge.check(prompt, asked, found)
 
 
-def test_sums_that_take_in_what_stands_behind_them_change_no_more_than_bfloat16_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("longest", [40, 900, 3000])
+def test_sums_that_take_in_what_stands_behind_them_change_no_more_than_bfloat16_does(
+    tmp_path: Path, longest: int
+) -> None:
     """Scores of tokens that a model is made to write, in steps of up to 16 rows, by products as large as those that have
-    kernels of their own: as near to float32 as without, and as on one card."""
+    kernels of their own: as near to float32 as without, and as on one card. Long prompts' sums are norms, too, in one
+    launch, or in chunks that are sent while others are computed."""
     sizes = {
         "hidden_size": 1024,
         "intermediate_size": 4096,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 64,
+        "max_position_embeddings": 4096,
     }
     folder = str(tiny.save("llama", tmp_path, **sizes))
     draw = random.Random(6)
-    prompts = [{"prompt_token_ids": draw.choices(range(300), k=draw.randint(1, 40))} for _ in range(40)]
+    lengths = [draw.randint(1, 40) for _ in range(36)] + [longest - 7 * at for at in range(4)]
+    prompts = [{"prompt_token_ids": draw.choices(range(300), k=length)} for length in lengths]
     forced = params(max_tokens=10, allowed_token_ids=(77,), logprobs=0)
 
     def scores(folds: bool | None, **keywords: Any) -> list[float]:
-        with LLM(folder, **{**STRICT, "max_model_len": 64, **keywords}) as llm:
+        with LLM(folder, **{**STRICT, "max_model_len": 4096, "num_blocks": 2048, **keywords}) as llm:
             if folds is not None:
                 assert llm.engine.core.executor.decoder.composed(16)[0] == folds  # type: ignore[attr-defined]
             found = llm.generate(prompts, forced, use_tqdm=False)

@@ -25,7 +25,7 @@ from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.engine import assembly
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
-from headrace.kernels.sums.reference import Onto, onto
+from headrace.kernels.sums.reference import Normed, Onto, normed, onto
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
@@ -53,6 +53,7 @@ class ThreadGroup:
         self.rank, self.size, self.comm_ops = rank, len(shelf), 0
         self._shelf, self._barrier = shelf, barrier
         self.rows_onto, self.folded = 24, 0  # as where a hidden state is long: fewer than a product takes
+        self.rows_normed, self.normed = 60, 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -64,6 +65,14 @@ class ThreadGroup:
     def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
         self.folded += 1
         return onto(self.all_reduce(x), residual, scale)
+
+    def all_reduce_normed(
+        self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, scale: Tensor, eps: float
+    ) -> Normed | None:
+        if not self.rows_onto < len(x) <= self.rows_normed:
+            return None
+        self.normed += 1
+        return normed(self.all_reduce(torch.cat([product(each) for each in x.split(13)])), residual, scale, eps)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         return side_by_side(self.all_gather_stacked(x), width)

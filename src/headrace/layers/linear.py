@@ -53,7 +53,7 @@ class Norm(Protocol):
 class Stream:
     """What one step has computed so far. Whoever adds a result may leave it ``pending`` for the norm that follows,
     which adds it at no cost; or add it and leave that norm half done: ``scaled`` by its weight, to be divided by the
-    root of the mean of ``squares``.
+    root of the mean of ``squares``; or have done it: ``ready``.
 
     ``takes_norms``, ``takes_sums``: products of this step take in norms and sums, or sums alone, where they have a
     kernel for it. ``post_norm``: what a norm gives is the stream from there on. ``adapters``: rows that adapters add to.
@@ -66,10 +66,14 @@ class Stream:
     scaled: Tensor | None = None  # [tokens, hidden]
     adapters: AdapterRows | None = None
     squares: Tensor | None = None  # [pieces, tokens], float32: partial sums
+    ready: Tensor | None = None  # [tokens, hidden]
     post_norm: bool = False
 
     def normed(self, norm: Norm) -> Tensor:
         """The norm of all that has been computed, which is added up then."""
+        if self.ready is not None:
+            x, self.ready = self.ready, None
+            return x
         if self.pending is None:
             x, total = norm.forward(self.sum)[0], self.sum
         else:
@@ -143,6 +147,7 @@ class Linear(nn.Module):
         self._normed: Normed | None = None
         self._activated: Activated | None = None
         self._act: Callable[[Tensor, Activation], Tensor] | None = None
+        self._onto_normed = group.all_reduce_normed if self._onto is not None and group is not None else None
         self._sum = context.group.all_reduce if context.group is not None and site.split is Split.ROW else None
         if activation is not None:
             self._act = context.kernels.choose(GATED_ACTIVATION if site.gated else ACTIVATION, Facts(context.dtype))
@@ -312,7 +317,7 @@ class Linear(nn.Module):
             if delta is not None and stream.adapters is not None:
                 delta.add(y, x, stream.adapters, stream.squares, norm.eps)
             return y
-        if self._normed is not None and delta is None and self._many(stream):
+        if self._normed is not None and delta is None and stream.ready is None and self._many(stream):
             y = stream.through(self._normed, norm)
             return (
                 y if self._act is None or self._activation is None or not activates else self._act(y, self._activation)
@@ -352,6 +357,12 @@ class Linear(nn.Module):
             stream.sum, stream.scaled, stream.squares = self._onto(y, stream.sum, following.scale)
             return
         delta, fuses = self._adapted(stream.adapters), self._fused is not None and stream.takes_norms
+        if self._onto_normed is not None and not self.site.formats:
+            given = (self._apply_weight, x) if delta is None else (_itself, self.forward(x, stream.adapters))
+            found = self._onto_normed(*given, stream.sum, following.scale, following.eps)
+            if found is not None:
+                stream.sum, stream.ready = found
+                return
         if not fuses and (self._added is None or not stream.takes_sums):
             y = self.forward(x, stream.adapters)
             stream.pending = y if self._sum is None else self._sum(y)
@@ -371,6 +382,10 @@ class Linear(nn.Module):
     def _unfinished(self, x: Tensor) -> Tensor:
         assert self.weight is not None, "a weight with formats is computed with only once loading has finished"
         return F.linear(x, self.weight, self.bias)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True, slots=True)

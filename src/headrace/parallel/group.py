@@ -24,7 +24,7 @@ import torch.distributed
 from torch import Tensor
 
 from headrace.errors import EngineDead
-from headrace.kernels.sums.reference import Onto, onto
+from headrace.kernels.sums.reference import Normed, Onto, onto
 
 _dist: Any = torch.distributed  # its types leave out most of what is used here
 
@@ -49,6 +49,13 @@ class Group(Protocol):
 
     def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
         """``onto`` (kernels/sums/reference.py) behind the sum of ``x``, in whose place it may be; one collective."""
+        ...
+
+    def all_reduce_normed(
+        self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, scale: Tensor, eps: float
+    ) -> Normed | None:
+        """The sum of ``product(x)`` onto ``residual``, and the RMS norm of that, which are computed in any chunks of rows;
+        one collective. None: not of so many rows, and nothing has been done."""
         ...
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
@@ -211,6 +218,9 @@ class GlooGroup:
 
     def all_reduce_onto(self, x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
         return onto(self.all_reduce(x), residual, scale)
+
+    def all_reduce_normed(self, *_: Any) -> None:
+        """Nothing is gained: a norm adds the residual."""
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
         return side_by_side(self.all_gather_stacked(x), width)

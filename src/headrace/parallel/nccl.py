@@ -28,7 +28,7 @@ from torch import Tensor
 from headrace.errors import ConfigError, EngineDead
 from headrace.kernels.build.driver import DriverError
 from headrace.kernels.build.nvrtc import CompileError
-from headrace.kernels.sums.reference import Onto, onto
+from headrace.kernels.sums.reference import Normed, Onto, onto
 from headrace.parallel.group import side_by_side
 from headrace.parallel.one_shot import OneShot, most_rows
 
@@ -253,6 +253,16 @@ class NCCLGroup:
             return onto(comm.all_reduce(x), residual, scale)
         return self._one_shot.add_onto(x, residual, scale, comm.stream)
 
+    def all_reduce_normed(
+        self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, scale: Tensor, eps: float
+    ) -> Normed | None:
+        if self._comm is None:
+            self.connected()
+        if not self._takes_onto or self._one_shot is None or not self._one_shot.takes_normed(x, *residual.shape):
+            return None
+        self._meet()
+        return self._one_shot.add_normed(product, x, residual, scale, eps)
+
     def _try_one_shot(self, comm: Communicator) -> None:
         """All ranks have it, or none: each says whether it got so far, before anybody goes on."""
         made, problem = None, "another rank cannot, or they differ from NCCL's"
@@ -265,7 +275,7 @@ class NCCLGroup:
             and made is not None
             and comm.all_reduce_min(int(made.agrees(comm.all_reduce, comm.stream)))
         ):
-            self._one_shot, self.backend = made, f"NCCL, and sums of up to {8 * made.lines / 2**20:g} MiB in one shot"
+            self._one_shot, self.backend = made, f"NCCL, and sums of up to {16 * made.lines / 2**20:g} MiB in one shot"
         else:
             self.backend = f"NCCL; no sums in one shot: {problem}"
             _log.warning("ranks sum through %s", self.backend)

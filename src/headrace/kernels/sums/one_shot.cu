@@ -1,74 +1,91 @@
-// The sum of x over SIZE ranks, in place, in one launch: every rank writes its x into an inbox of each other rank, over the link, and adds up
-// what comes into its own. A line of 16 bytes carries 8 of x and twice the number of the call: whoever sees that number has the data beside it,
-// so that nothing is fenced and nobody is waited for twice (as NCCL's protocol LL).
+// The sum of x over SIZE ranks in one launch: every rank writes its x into an inbox of each other rank, over the link, and adds up what comes into
+// its own. An inbox is all ones while nothing has come: a word that is something else has arrived, so that no flag is sent, nothing is fenced, and
+// nobody is waited for twice. Two numbers whose bits are all ones are a NaN, and sent as another. Who has read a line makes it all ones again.
 //
 //   inbox of a rank:   call 0, 2, 4 … | line 0 1 2 … of rank 0 | … of rank 1 | …
 //                      call 1, 3, 5 … | …
 //
 // Two halves are enough: who writes for call n + 2 has seen all of call n + 1, which a rank sends once it has read all of call n.
-// The order of the sum is that of ranks, so all have the same bits. TYPE 0: bfloat16, 1: float16, 2: float32. MOST: lines of a rank and call.
-// one_shot_onto does what stands between two products of a layer besides, as kernels/linear/triton_flat.py has it behind a product of one rank:
-//   x = round(sum + residual), scaled = x ⊙ scale, squares = partial sums of x²
+// The order of the sum is that of ranks, so all have the same bits. TYPE 0: bfloat16, 1: float16, 2: float32. MOST: lines of a rank and call, of 16
+// bytes. With what stands between two products of a layer:
+//   one_shot_onto:    total = round(sum + residual), scaled = total ⊙ scale, squares = partial sums of total², as kernels/linear/triton_flat.py
+//   one_shot_normed:  total, y = total / sqrt(mean(total²) + eps) ⊙ scale
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct Inboxes { u64 at[SIZE]; };
+constexpr int VALUES = TYPE == 2 ? 4 : 8;  // of a line
 
 __device__ __forceinline__ void let_next_in() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void send(u64 to, uint2 data, u32 call) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(data.x), "r"(call), "r"(data.y) : "memory");
+__device__ __forceinline__ void write(u64 to, uint4 line) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(line.x), "r"(line.y), "r"(line.z), "r"(line.w) : "memory");
 }
-__device__ __forceinline__ bool arrived(u64 from, uint2 &data, u32 call) {
-  u32 first, second;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(data.x), "=r"(first), "=r"(data.y), "=r"(second) : "l"(from) : "memory");
-  return first == call && second == call;
+__device__ __forceinline__ u32 some(u32 word) { return word == ~0u ? 0x7fff7fffu : word; }
+__device__ __forceinline__ void send(u64 to, uint4 line) { write(to, make_uint4(some(line.x), some(line.y), some(line.z), some(line.w))); }
+__device__ __forceinline__ bool arrived(u64 from, uint4 &line) {
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(line.x), "=r"(line.y), "=r"(line.z), "=r"(line.w) : "l"(from) : "memory");
+  return line.x != ~0u && line.y != ~0u && line.z != ~0u && line.w != ~0u;
 }
 __device__ __forceinline__ u32 seen(const u32 *at) {
   u32 value;
   asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
   return value;
 }
-__device__ __forceinline__ void unpack(u32 word, float &low, float &high) {
+__device__ __forceinline__ uint4 received(u64 from, const u32 *stop) {
+  uint4 line;
+  u32 looks = 0;
+  while (!arrived(from, line))
+    if ((++looks & 1023) == 0 && seen(stop)) break;
+  write(from, make_uint4(~0u, ~0u, ~0u, ~0u));
+  return line;
+}
+__device__ __forceinline__ void unpack(u32 word, float *out) {
 #if TYPE == 0
-  low = __uint_as_float(word << 16);
-  high = __uint_as_float(word & 0xffff0000u);
+  out[0] = __uint_as_float(word << 16);
+  out[1] = __uint_as_float(word & 0xffff0000u);
 #elif TYPE == 1
-  asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(word));
+  asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;}" : "=f"(out[0]), "=f"(out[1]) : "r"(word));
 #else
-  low = __uint_as_float(word), high = 0;
+  out[0] = __uint_as_float(word);
 #endif
 }
-__device__ __forceinline__ u32 packed(float low, float high) {
+__device__ __forceinline__ void unpack(uint4 line, float (&out)[VALUES]) {
+  constexpr int EACH = VALUES / 4;
+  unpack(line.x, out), unpack(line.y, out + EACH), unpack(line.z, out + 2 * EACH), unpack(line.w, out + 3 * EACH);
+}
+__device__ __forceinline__ u32 packed_word(const float *in) {
   u32 word;
 #if TYPE == 0
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(in[1]), "f"(in[0]));
 #elif TYPE == 1
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(in[1]), "f"(in[0]));
 #else
-  word = __float_as_uint(low);
+  word = __float_as_uint(in[0]);
 #endif
   return word;
 }
+__device__ __forceinline__ uint4 packed(const float (&in)[VALUES]) {
+  constexpr int EACH = VALUES / 4;
+  return make_uint4(packed_word(in), packed_word(in + EACH), packed_word(in + 2 * EACH), packed_word(in + 3 * EACH));
+}
+// Where line i of a rank's is in an inbox, in bytes.
+__device__ __forceinline__ u64 place(u32 call, int rank, int i) { return ((u64)((call & 1) * SIZE + rank) * MOST + i) * 16; }
 
-// The sum of all ranks' line i, in float32.
-__device__ __forceinline__ void add_up(const Inboxes &to, uint2 own, int i, u32 call, const u32 *stop, int rank, float (&sum)[4]) {
-  const u64 half = (u64)(call & 1) * SIZE * MOST;
+__device__ __forceinline__ void send_to_all(const Inboxes &to, uint4 own, int i, u32 call, int rank) {
 #pragma unroll
   for (int other = 0; other < SIZE; other++)
-    if (other != rank) send(to.at[other] + (half + (u64)rank * MOST + i) * 16, own, call);
+    if (other != rank) send(to.at[other] + place(call, rank, i), own);
+}
+// The sum of all ranks' line i, in float32.
+__device__ __forceinline__ void add_up(const Inboxes &to, uint4 own, int i, u32 call, const u32 *stop, int rank, float (&sum)[VALUES]) {
+#pragma unroll
+  for (int j = 0; j < VALUES; j++) sum[j] = 0;
 #pragma unroll
   for (int other = 0; other < SIZE; other++) {
-    uint2 data = own;
-    if (other != rank) {
-      u32 looks = 0;
-      while (!arrived(to.at[rank] + (half + (u64)other * MOST + i) * 16, data, call))
-        if ((++looks & 1023) == 0 && seen(stop)) break;
-    }
-    float part[4];
-    unpack(data.x, part[0], part[1]);
-    unpack(data.y, part[2], part[3]);
+    float part[VALUES];
+    unpack(other == rank ? own : received(to.at[rank] + place(call, other, i), stop), part);
 #pragma unroll
-    for (int j = 0; j < 4; j++) sum[j] += part[j];
+    for (int j = 0; j < VALUES; j++) sum[j] += part[j];
   }
 }
 // All of this call is read: the last program says so.
@@ -85,61 +102,133 @@ __device__ __forceinline__ void finish(u32 *state, u32 call) {
 }
 
 // state: calls so far; programs that are through with this one. stop: on the host; not 0: nobody comes any more.
-extern "C" __global__ void __launch_bounds__(THREADS) one_shot(const __grid_constant__ Inboxes to, uint2 *x, u32 *state, const u32 *stop, int lines, int rank) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) one_shot(const __grid_constant__ Inboxes to, uint4 *x, u32 *state, const u32 *stop, int lines, int rank) {
   let_next_in();
   wait_for_before();
   const u32 call = seen(state) + 1;
   const int i = blockIdx.x * THREADS + threadIdx.x;
   if (i < lines) {
-    float sum[4] = {0, 0, 0, 0};
-    add_up(to, x[i], i, call, stop, rank, sum);
-    x[i] = make_uint2(packed(sum[0], sum[1]), packed(sum[2], sum[3]));
+    float sum[VALUES];
+    const uint4 own = x[i];
+    send_to_all(to, own, i, call, rank);
+    add_up(to, own, i, call, stop, rank, sum);
+    x[i] = packed(sum);
   }
   finish(state, call);
 }
 
 #if TYPE == 0
-// A program takes THREADS lines of one row; a row has ``lines`` of them, in ``pieces`` programs. squares: [pieces, rows]. wide: scale is float32.
-extern "C" __global__ void __launch_bounds__(THREADS, 4) one_shot_onto(const __grid_constant__ Inboxes to, uint2 *x, const uint2 *residual, const void *scale, uint2 *scaled,
-    float *squares, u32 *state, const u32 *stop, int lines, int rows, int pieces, int wide, int rank) {
+__device__ __forceinline__ void weights(const void *scale, int wide, int column, float (&by)[8]) {
+  if (wide) {
+    const float4 low = ((const float4 *)scale)[2 * column], high = ((const float4 *)scale)[2 * column + 1];
+    by[0] = low.x, by[1] = low.y, by[2] = low.z, by[3] = low.w, by[4] = high.x, by[5] = high.y, by[6] = high.z, by[7] = high.w;
+  } else {
+    unpack(((const uint4 *)scale)[column], by);
+  }
+}
+// Rounded, as everybody reads it from here on.
+__device__ __forceinline__ uint4 onto(float (&sum)[8], uint4 before) {
+  float added[8];
+  unpack(before, added);
+#pragma unroll
+  for (int j = 0; j < 8; j++) sum[j] += added[j];
+  const uint4 total = packed(sum);
+  unpack(total, sum);
+  return total;
+}
+__device__ __forceinline__ float squared(const float (&x)[8]) {
+  float square = 0;
+#pragma unroll
+  for (int j = 0; j < 8; j++) square += x[j] * x[j];
+  return square;
+}
+// Of all threads of a program, for all.
+__device__ __forceinline__ float everybodys(float value) {
   __shared__ float warps[THREADS / 32];
+#pragma unroll
+  for (int step = 16; step; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = 0;
+#pragma unroll
+  for (int warp = 0; warp < THREADS / 32; warp++) value += warps[warp];
+  return value;
+}
+
+// A program takes THREADS lines of one row; a row has ``lines`` of them, in ``pieces`` programs. squares: [pieces, rows]. wide: scale is float32.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) one_shot_onto(const __grid_constant__ Inboxes to, uint4 *x, const uint4 *residual, const void *scale, uint4 *scaled,
+    float *squares, u32 *state, const u32 *stop, int lines, int rows, int pieces, int wide, int rank) {
   const int row = blockIdx.x / pieces, piece = blockIdx.x % pieces, column = piece * THREADS + threadIdx.x, i = row * lines + column;
   let_next_in();
-  float by[4], square = 0;
-  if (column < lines) {  // a weight: nothing writes it
-    if (wide) {
-      const float4 four = ((const float4 *)scale)[column];
-      by[0] = four.x, by[1] = four.y, by[2] = four.z, by[3] = four.w;
-    } else {
-      const uint2 four = ((const uint2 *)scale)[column];
-      unpack(four.x, by[0], by[1]);
-      unpack(four.y, by[2], by[3]);
-    }
-  }
+  float by[8], square = 0;
+  if (column < lines) weights(scale, wide, column, by);  // nothing writes them
   wait_for_before();
   const u32 call = seen(state) + 1;
   if (column < lines) {
-    const uint2 own = x[i], before = residual[i];
-    float sum[4] = {0, 0, 0, 0}, added[4];
+    float sum[8];
+    const uint4 own = x[i], before = residual[i];
+    send_to_all(to, own, i, call, rank);
     add_up(to, own, i, call, stop, rank, sum);
-    unpack(before.x, added[0], added[1]);
-    unpack(before.y, added[2], added[3]);
-    const uint2 total = make_uint2(packed(sum[0] + added[0], sum[1] + added[1]), packed(sum[2] + added[2], sum[3] + added[3]));
-    x[i] = total;
-    unpack(total.x, sum[0], sum[1]);
-    unpack(total.y, sum[2], sum[3]);
-    scaled[i] = make_uint2(packed(sum[0] * by[0], sum[1] * by[1]), packed(sum[2] * by[2], sum[3] * by[3]));
-    square = sum[0] * sum[0] + sum[1] * sum[1] + sum[2] * sum[2] + sum[3] * sum[3];
+    x[i] = onto(sum, before);
+    square = squared(sum);
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum[j] *= by[j];
+    scaled[i] = packed(sum);
+  }
+  square = everybodys(square);
+  if (threadIdx.x == 0) squares[piece * rows + row] = square;
+  finish(state, call);
+}
+
+// A program takes a row, of up to PER · THREADS lines. from: where the other rank's x comes by itself, of two; 0: it is sent by this kernel of its.
+constexpr int PER = 4;
+extern "C" __global__ void __launch_bounds__(THREADS, 4) one_shot_normed(const __grid_constant__ Inboxes to, const uint4 *x, const uint4 *residual, const void *scale, uint4 *total,
+    uint4 *y, u64 from, u32 *state, const u32 *stop, int lines, float eps, int wide, int rank) {
+  const int first = blockIdx.x * lines;
+  let_next_in();
+  wait_for_before();
+  const u32 call = from ? 0 : seen(state) + 1;
+  uint4 held[PER];
+  float square = 0;
+#pragma unroll
+  for (int k = 0; k < PER; k++) {
+    const int column = k * THREADS + threadIdx.x;
+    if (column < lines) {
+      held[k] = x[first + column];
+      if (!from) send_to_all(to, held[k], first + column, call, rank);
+    }
   }
 #pragma unroll
-  for (int step = 16; step; step /= 2) square += __shfl_xor_sync(0xffffffffu, square, step);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = square;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    square = 0;
-    for (int warp = 0; warp < THREADS / 32; warp++) square += warps[warp];
-    squares[piece * rows + row] = square;
+  for (int k = 0; k < PER; k++) {
+    const int column = k * THREADS + threadIdx.x, i = first + column;
+    if (column < lines) {
+      float sum[8];
+      if (from) {
+        float other[8];
+        unpack(held[k], sum);
+        unpack(received(from + (u64)i * 16, stop), other);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum[j] += other[j];
+      } else {
+        add_up(to, held[k], i, call, stop, rank, sum);
+      }
+      total[i] = held[k] = onto(sum, residual[i]);
+      square += squared(sum);
+    }
   }
-  finish(state, call);
+  const float by_root = rsqrtf(everybodys(square) / (8 * lines) + eps);
+#pragma unroll
+  for (int k = 0; k < PER; k++) {
+    const int column = k * THREADS + threadIdx.x;
+    if (column < lines) {
+      float value[8], by[8];
+      unpack(held[k], value);
+      weights(scale, wide, column, by);
+#pragma unroll
+      for (int j = 0; j < 8; j++) value[j] = value[j] * by_root * by[j];
+      y[first + column] = packed(value);
+    }
+  }
+  if (!from) finish(state, call);
 }
 #endif

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from headrace.kernels.norm.reference import rms_norm
+
 # the stream [T, hidden]; times the weight of the norm that follows [T, hidden]; sums of its squares [pieces, T], float32
 Onto = tuple[Tensor, Tensor, Tensor]
+# the stream [T, hidden], and its norm [T, hidden], as kernels/norm/reference.py has both
+Normed = tuple[Tensor, Tensor]
 
 
 def onto(x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
@@ -18,3 +22,9 @@ def onto(x: Tensor, residual: Tensor, scale: Tensor) -> Onto:
     total = (x.float() + residual.float()).to(x.dtype)
     wide = total.float()
     return total, (wide * scale.float()).to(x.dtype), wide.square().sum(1).unsqueeze(0)
+
+
+def normed(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Normed:
+    """total = x + residual, and the RMS norm of it. Shapes as ``onto`` has them."""
+    y, total = rms_norm(x, scale, eps, residual)
+    return total, y
