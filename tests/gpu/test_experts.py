@@ -12,6 +12,7 @@ import torch
 
 from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.packed import packed_moe
+from headrace.kernels.linear.reference import fused_linear
 from headrace.kernels.moe import reference
 from headrace.quant import Format
 from headrace.quant.codes import Activations
@@ -88,6 +89,37 @@ def test_experts(shape: tuple[int, int, int, int], disabled: frozenset[str]) -> 
             return call(x, router, gate_up, down, top_k, renormalize, kind, around)  # noqa: B023
 
         agree(partial(both, run), partial(both, reference.fused_moe), hidden, experts, 1.0)
+
+
+@pytest.mark.parametrize(("shape", "width"), ((SHAPES[0], 384), (SHAPES[1], 4096)), ids=str)
+def test_behind_attention(shape: tuple[int, int, int, int], width: int) -> None:
+    """With attention's last product and the router's in the launch. Tokens whose last choice is a close one are left out."""
+    hidden, inner, experts, top_k = shape
+    torch.manual_seed(2)
+    gate_up, down, output, router = (
+        (torch.randn(*size, device=CUDA) * by * size[-1] ** -0.5).bfloat16()
+        for *size, by in ((experts, 2 * inner, hidden, 1), (experts, hidden, inner, 1), (hidden, width, 1), (experts, hidden, 4))
+    )  # fmt: skip
+    run, _ = offered("fused_moe", frozenset(), num_experts=experts, top_k=top_k)
+    norm, weights, compared = torch.rand(hidden, device=CUDA).bfloat16() + 0.5, (True, Activation.SILU), 0
+    assert run.function(1, hidden, inner, *weights, width) is not None, "others served"
+    for _ in range(2):
+        for tokens in (1, 2, 5, 8):
+            around = given(tokens, hidden, experts, tokens, False)[1]
+            attended = torch.randn(tokens, width, device=CUDA).bfloat16()
+            found = run.behind(attended, output, router, gate_up, down, *weights, norm, around)
+            x, scaled, squares = fused_linear(output, None)(attended, Around(residual=around.residual, scale=norm))
+            logits, _, _ = fused_linear(router, None)(scaled, Around(squares, around.eps))
+            behind = Around(squares, around.eps, None, x, around.scale)
+            wanted = reference.fused_moe(scaled, logits, gate_up, down, top_k, *weights, behind)
+            best = logits.float().sort(dim=1, descending=True).values
+            clear = best[:, top_k - 1] - best[:, top_k] > 0.15
+            compared += int(clear.sum())
+            peak = wanted[0].float().abs().max().clamp(min=1.0).bfloat16()
+            for got, want in zip(found[:2], wanted[:2], strict=True):
+                check(got[clear] / peak, want[clear] / peak, factor=2.0)
+            torch.testing.assert_close(found[2].sum(0), found[0].float().square().sum(1), rtol=1e-4, atol=1e-4)
+    assert compared >= 12
 
 
 @pytest.mark.parametrize("shape", SHAPES[:1], ids=str)

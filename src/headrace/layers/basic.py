@@ -205,16 +205,16 @@ class Attention(nn.Module):
             facts = RopeFacts(*heads, cos_sin.shape[1], normed, layer.window, spec.attention_soft_cap, kv=context.kv)
             self._rope_attend = context.kernels.offer(ROPE_ATTENTION, facts)
 
-    def forward(self, stream: Stream, qkv: Tensor, step: LayerStep, following: Norm) -> None:
-        """From q, k and v [tokens, sum of their widths] onto the stream, which holds the wanted tokens alone from here
-        on. ``following``: the norm behind it."""
+    def forward(self, stream: Stream, qkv: Tensor, step: LayerStep) -> Tensor:
+        """From q, k and v [tokens, sum of their widths] to what ``output`` multiplies onto the stream, which holds the
+        wanted tokens alone from here on."""
         attended = self._attended(qkv, step)
         if step.wanted is not None:
             stream.sum = stream.sum[step.wanted.tokens]
             if (order := step.wanted.order) is not None and self._keys is not None:
                 stream.sum = in_order(self._keys, stream.sum, order)  # as what was attended is already
             stream.adapters = None if stream.adapters is None else stream.adapters.wanted
-        self.output.onto(stream, attended, following)
+        return attended
 
     @property
     def _norms(self) -> HeadNorms | None:

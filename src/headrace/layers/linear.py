@@ -142,6 +142,7 @@ class Linear(nn.Module):
         self._shared = False
         self._apply_weight: Callable[[Tensor], Tensor] = self._unfinished
         self._fused: Fuse | None = None
+        self._held: Tensor | None = None  # by kernels of few rows, as it was loaded
         self._gated: Callable[[Tensor, Activation], Tensor | None] | None = None
         self._added: Callable[[Tensor, Tensor], Tensor] | None = None
         self._normed: Normed | None = None
@@ -182,6 +183,7 @@ class Linear(nn.Module):
         operands = weight, bias
         if self._composed or self._gates:
             self._fused = _made(kernels.offer(FUSED_LINEAR, replace(facts, gated=site.gated)), *operands)
+            self._held = None if self._fused is None else weight
         if site.gated and not site.bias:
             self._gated = _made(kernels.offer(GATED_LINEAR, facts), *operands)
         if self._composed and site.split is Split.ROW and not self._context.sparse:
@@ -297,6 +299,11 @@ class Linear(nn.Module):
     def takes_sums(self) -> bool:
         """Whether for many rows the sum behind it can be; of one with no sum behind it there is nothing to take."""
         return self._added is not None or self.site.split is not Split.ROW
+
+    @property
+    def plain(self) -> Tensor | None:  # [out, in]
+        """The weight, for who takes all of the product of few rows in."""
+        return None if self._fused is None or self.site.bias else self._held
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [..., in] → [..., out]
         y = self._apply_weight(x)

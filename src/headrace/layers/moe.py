@@ -93,6 +93,19 @@ class SparseFeedForward(nn.Module):
         y = self._moe(x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation, places)
         stream.pending = y if self._sum is None else self._sum(y)
 
+    def forward_behind(self, output: Linear, x: Tensor, stream: Stream, norm: Norm, following: Norm) -> bool:
+        """The same with the product before it, ``output`` of ``x`` onto the stream, where all of it is one launch for this
+        step; else nothing was done."""
+        compute, weights = getattr(self._fused, "behind", None), (output.plain, self.router.plain)
+        if compute is None or None in weights or not stream.takes_norms or stream.adapters is not None:
+            return False
+        spec, around = self._spec, Around(None, norm.eps, None, stream.sum, following.scale)
+        given = x, *weights, self.up, self.down, spec.renormalize, self._activation, norm.scale, around
+        if (found := compute(*given)) is None:
+            return False
+        stream.sum, stream.scaled, stream.squares = found
+        return True
+
     def _placed(self) -> Tensor | None:
         """Where ranks may die, among those who are left."""
         if self._survivors is not None and self._survivors.members != self._among:

@@ -68,8 +68,13 @@ class Block(nn.Module):
 
     def forward_projected(self, stream: Stream, qkv: Tensor, step: LayerStep, following: Norm) -> None:
         """The same from q, k and v on."""
-        between = self.feed_forward_norm
-        self.attention.forward(stream, qkv, step, between)
+        between, output = self.feed_forward_norm, self.attention.output
+        attended = self.attention.forward(stream, qkv, step)
+        if isinstance(self.feed_forward, SparseFeedForward) and self.feed_forward.forward_behind(
+            output, attended, stream, between, following
+        ):
+            return
+        output.onto(stream, attended, between)
         stream.renormed(self.post_attention_norm)
         self.feed_forward.forward(stream, between, following)
         stream.renormed(self.post_feed_forward_norm)

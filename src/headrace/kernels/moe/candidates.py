@@ -25,7 +25,7 @@ from headrace.kernels.linear.candidates import INTEGER, INTEGERS
 from headrace.kernels.linear.native import FEW_ROWS, linear_of_many_rows
 from headrace.kernels.linear.packing import empty
 from headrace.kernels.moe import reference
-from headrace.sites import matrices
+from headrace.sites import Role, matrices
 from headrace.spec import Activation, MoESpec
 
 _SPARSE = Struct("@2i5q5P2q2iP2q")  # the argument struct of the C file, field for field: i int, q int64, P pointer
@@ -183,6 +183,8 @@ def _builds_few(site: CallSite[ExpertFacts], made: Any, sizes: Sizes) -> Calls:
     shape = spec.hidden_size, down.ins, up.moe.renormalize, spec.activation
     for tokens in (TOKENS, made.most):
         yield f"{tokens} tokens", partial(made.function, tokens, *shape)
+    attended = next(each for each in matrices(spec) if each.role is Role.OUTPUT).ins
+    yield "behind attention", partial(made.function, TOKENS, *shape, attended)
 
 
 MOE = (native(create_moe), gpu.triton("moe.triton_moe:create_moe", experts, _refuses))

@@ -30,12 +30,13 @@ from headrace.spec import Activation
 _CLASSES = (MOST_CODED, MOST)  # of tokens, that a variant has room for
 _THREADS, _STEP, _COLUMNS, _TOGETHER = 512, 128, 16, 8  # as the source has them
 _DEEPEST = 6144  # inputs, which a warp holds in registers
+_WIDEST = 4096  # inputs of the product behind attention, whose weights are on their way all at once
 _UNBUILT = "experts of few tokens in one launch cannot be built here; Triton's kernels serve them"
 _POINTERS = (
     "x", "logits", "up", "down", "up_unit", "down_unit", "squares", "residual", "scale", "y", "scaled", "sums", "inner", "met",
-    "done",
+    "done", "attended", "out", "router", "between", "heard", "said",
 )  # fmt: skip
-_NUMBERS = ("tokens", "pieces", "logits_row", "up_tiles", "down_tiles", "scale_bytes")
+_NUMBERS = ("tokens", "pieces", "logits_row", "up_tiles", "down_tiles", "scale_bytes", "between_bytes")
 
 
 class _Parameters(ctypes.Structure):
@@ -61,6 +62,7 @@ class Variant:
     kind: Activation
     coding: Coding | None
     eight: EightBits | None
+    attended: int = 0  # inputs of attention's last product, if it is in the launch
 
     def build(self, programs: int) -> bytes:
         """Built, or kept from before. Raises CompileError."""
@@ -68,7 +70,7 @@ class Variant:
         sizes = {
             "PROGRAMS": programs, "TOKENS": self.tokens, "HIDDEN": self.hidden, "INNER": self.inner, "EXPERTS": self.experts, "TOP_K": self.top_k,
             "RENORMALIZE": int(self.renormalize), "KIND": KINDS[self.kind], "EIGHT": 0 if eight is None else 1 if eight.kind == "fp8" else 2,
-            "EACH": 0 if eight is None else eight.group, "POWERS": int(eight is not None and eight.powers),
+            "EACH": 0 if eight is None else eight.group, "POWERS": int(eight is not None and eight.powers), "ATTENDED": self.attended,
         }  # fmt: skip
         if coding is not None:
             sizes |= {"BITS": coding.bits, "SETS": coding.sets, "ZEROS": int(coding.zeros)}
@@ -76,7 +78,8 @@ class Variant:
         names: tuple[str, ...] = ("build/matrix.cuh", "build/early.cuh", "build/activation.cuh")
         names += () if coding is None else ("linear/packed.cuh",)
         text = nvrtc.source(
-            *names, *(f"moe/experts{part}" for part in ("_shape.cuh", "_routing.cuh", "_weights.cuh", ".cu"))
+            *names,
+            *(f"moe/experts{part}" for part in ("_shape.cuh", "_routing.cuh", "_weights.cuh", "_before.cuh", ".cu")),
         )
         return nvrtc.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in sizes.items())))
 
@@ -100,12 +103,16 @@ class FewExperts:
     coded: CodedMoe | None
     met: Tensor = field(init=False)  # how many programs of all launches are through with gate and up
     done: Tensor = field(init=False)  # [2, experts, and more of those with many tokens]: strips
+    said: Tensor = field(init=False)  # [experts, few]: logits, behind the number of the launch
+    heard: Tensor = field(init=False)  # [few, half of the hidden size]: the stream, likewise
 
     def __post_init__(self) -> None:
         device = torch.device("cuda", self.builds.device)
         object.__setattr__(self, "met", torch.zeros(1, dtype=torch.int64, device=device))
         entries = self.facts.num_experts + MOST // _TOGETHER * self.facts.top_k
         object.__setattr__(self, "done", self.met.new_zeros(2, entries, dtype=torch.int32))
+        object.__setattr__(self, "said", self.met.new_zeros(self.facts.num_experts, MOST_CODED))
+        object.__setattr__(self, "heard", self.met.new_zeros(MOST_CODED, _DEEPEST // 2))
 
     @classmethod
     def at(cls, site: CallSite[ExpertFacts]) -> FewExperts:
@@ -124,37 +131,78 @@ class FewExperts:
         """Tokens."""
         return MOST if self.coded is None else MOST_CODED
 
-    def function(self, tokens: int, hidden: int, inner: int, renormalize: bool, kind: Activation) -> Function | None:
-        """Built, or kept from before; None: not for shapes like these, or it cannot be built."""
+    def function(
+        self, tokens: int, hidden: int, inner: int, renormalize: bool, kind: Activation, attended: int = 0
+    ) -> Function | None:
+        """Built, or kept from before; None: not for shapes like these, or it cannot be built. ``attended``: inputs of the
+        product behind attention, if it is in the launch."""
         if hidden % _STEP or inner % _STEP or hidden > _DEEPEST or tokens > self.most:
+            return None
+        if attended and not self._fits(tokens, hidden, attended):
             return None
         facts = self.facts
         coding, eight = (None, None) if self.coded is None else (facts.rounded[0], facts.eights[0])
         room = next(each for each in _CLASSES if tokens <= each)
-        made = Variant(room, hidden, inner, facts.num_experts, facts.top_k, renormalize, kind, coding, eight)
+        made = Variant(room, hidden, inner, facts.num_experts, facts.top_k, renormalize, kind, coding, eight, attended)
         return self.builds.find(made, _UNBUILT)
+
+    def _fits(self, tokens: int, hidden: int, attended: int) -> bool:
+        """Whether the product behind attention can be in the launch."""
+        one_strip = hidden // _COLUMNS <= self.builds.processors
+        return (
+            self.coded is None and tokens <= MOST_CODED and one_strip and not attended % _STEP and attended <= _WIDEST
+        )
 
     def computed(
         self, x: Tensor, logits: Tensor, up: Tensor | Packed, down: Tensor | Packed, renormalize: bool, kind: Activation, around: Around,
     ) -> Fused | None:  # fmt: skip
         """``up``, ``down``: of all experts, or the first one's codes, behind which the others' lie. None: nothing was
         done."""
-        assert around.squares is not None and around.residual is not None and around.scale is not None
-        (tokens, hidden), inner, device = x.shape, down.shape[2] if isinstance(down, Tensor) else down.ins, x.device
-        function = self.function(tokens, hidden, inner, renormalize, kind)
+        inner = down.shape[2] if isinstance(down, Tensor) else down.ins
+        function = self.function(x.shape[0], x.shape[1], inner, renormalize, kind)
         if function is None:
             return None
-        x, logits, facts = x.contiguous(), rows_of(logits), self.facts
-        y, scaled = (self.empty((tokens, hidden), x.dtype, device) for _ in range(2))
+        assert around.squares is not None
+        logits = rows_of(logits)
+        given = {"x": x.contiguous(), "logits": logits, "squares": around.squares}
+        return self._compute(function, given, (len(around.squares), logits.stride(0)), up, down, inner, around)
+
+    def behind(
+        self, attended: Tensor, output: Tensor, router: Tensor, gate_up: Any, down: Any, renormalize: bool, kind: Activation, between: Tensor,
+        around: Around,
+    ) -> Fused | None:  # fmt: skip
+        """The same behind attention: ``attended`` [T, A] times ``output`` [hidden, A], the sum with the residual, the norm
+        whose weight is ``between``, and what ``router`` [experts, hidden] says. None: nothing was done."""
+        assert around.residual is not None
+        if self.coded is not None or len(attended) > MOST_CODED:
+            return None
+        (tokens, width), hidden, inner = attended.shape, around.residual.shape[1], down.shape[2]
+        function = self.function(tokens, hidden, inner, renormalize, kind, width)
+        if function is None:
+            return None
+        given = {
+            "attended": attended.contiguous(), "out": output, "router": router, "between": between, "heard": self.heard, "said": self.said,
+        }  # fmt: skip
+        return self._compute(function, given, (0, 0), gate_up, down, inner, around, between.element_size())
+
+    def _compute(
+        self, function: Function, given: dict[str, Tensor], rows: tuple[int, int], up: Any, down: Any, inner: int, around: Around,
+        bytes_between: int = 0,
+    ) -> Fused:  # fmt: skip
+        """``given``: what one of the two has, by its name in the source. ``rows``: pieces of squares, a row of logits."""
+        assert around.residual is not None and around.scale is not None
+        (tokens, hidden), dtype, device = around.residual.shape, around.residual.dtype, around.residual.device
+        y, scaled = (self.empty((tokens, hidden), dtype, device) for _ in range(2))
         sums = torch.empty((hidden // _COLUMNS, tokens), dtype=torch.float32, device=device)
-        expanded = self.empty((tokens, facts.top_k, inner), x.dtype, device)
         weights, units, heights = zip(*(_laid(each) for each in (up, down)), strict=True)
-        pointers = (
-            x, logits, *weights, *units, around.squares, around.residual, around.scale, y, scaled, sums, expanded, self.met,
-            self.done,
-        )  # fmt: skip
-        numbers = tokens, len(around.squares), logits.stride(0), *heights, around.scale.element_size()
-        parameters = _Parameters(*(each.data_ptr() for each in pointers), *numbers, around.eps)
+        given |= {
+            "up": weights[0], "down": weights[1], "up_unit": units[0], "down_unit": units[1], "residual": around.residual, "scale": around.scale,
+            "y": y, "scaled": scaled, "sums": sums, "inner": self.empty((tokens, self.facts.top_k, inner), dtype, device), "met": self.met,
+            "done": self.done,
+        }  # fmt: skip
+        pointers = (None if (each := given.get(name)) is None else each.data_ptr() for name in _POINTERS)
+        numbers = tokens, *rows, *heights, around.scale.element_size(), bytes_between
+        parameters = _Parameters(*pointers, *numbers, around.eps)
         self._launch(function, torch.cuda.current_stream(device).cuda_stream, parameters)
         return y, scaled, sums
 

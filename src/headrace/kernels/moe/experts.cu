@@ -17,10 +17,11 @@
 // so do inner values, 128 after 128.
 //
 // Behind matrix.cuh, early.cuh, activation.cuh, packed.cuh where there are codes (BITS, SETS, ZEROS, FLOATS), experts_shape.cuh,
-// experts_routing.cuh and experts_weights.cuh. Given from outside: PROGRAMS, EXPERTS, TOP_K, RENORMALIZE, HIDDEN, INNER, TOKENS (at most), KIND,
-// EIGHT (inputs are rounded to 1: FP8, 2: int8; 0: as they are), EACH (elements of one scale of
-// those; 0: a row), POWERS.
+// experts_routing.cuh, experts_weights.cuh and experts_before.cuh. Given from outside: PROGRAMS, EXPERTS, TOP_K, RENORMALIZE, HIDDEN, INNER,
+// TOKENS (at most), KIND, ATTENDED (inputs of attention's last product, if that and the router's are made here, too; or 0), EIGHT (inputs are
+// rounded to 1: FP8, 2: int8; 0: as they are), EACH (elements of one scale of those; 0: a row), POWERS.
 __device__ __forceinline__ void load_x(u32 *v, const Params &p, const Shared &s, int token, int step, bool rounds) {
+  if (ATTENDED) return load_heard(v, p, s, token, step);
   const u16 *x = p.x + (u64)token * HIDDEN + step * 128;
   int t = threadIdx.x % 4;
 #ifdef BITS
@@ -104,6 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
   int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   u32 ring = (u32)__cvta_generic_to_shared(memory + BESIDE) + warp * STAGES * STAGE;
   for (int i = thread; i < EXPERTS; i += THREADS) s.members[i] = 0;
+  Before before;
+  if (ATTENDED) before.ask(p, s, ring, warp, lane);
   __syncthreads();
   wait_for_before();
   u64 launch = *(volatile u64 *)p.met / PROGRAMS + 1;  // whoever is through with gate and up by now, this program is not
@@ -111,8 +114,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
   if (blockIdx.x == PROGRAMS - 1) {
     for (int i = thread; i < MOST_ENTRIES; i += THREADS) p.done[(launch + 1) % 2 * MOST_ENTRIES + i] = 0;
   }
-  add_squares(p, s, warp, lane);
-  for (int token = warp; token < p.tokens; token += WARPS) route(p, s, token, lane);
+  u16 logits[EACH_LANE];
+  if (ATTENDED) {
+    before.add_output(p, s, meeting.parts[0][0], ring, launch, warp, lane);
+    before.route(p, s, launch, warp, lane);
+    before.load_logits(logits, p, launch, warp, lane);
+  } else {
+    load_logits(logits, p, warp, lane);  // on their way together with squares
+    add_squares(p, s, warp, lane);
+  }
+  for (int token = warp; token < p.tokens; token += WARPS) {
+    route(s, logits, token, lane);
+    if (TOKENS > WARPS) load_logits(logits, p, token + WARPS, lane);
+  }
   __syncthreads();
   if (warp == 0) list_entries(s, lane);
   if (thread >= 64 && thread - 64 < p.tokens) s.rstd[thread - 64] = rstd_of(p, s, thread - 64);
@@ -256,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
 #pragma unroll
         for (int w = 0; w < WARPS; w++) total += meeting.sums[w][token][i % 16];
         u64 to = (u64)token * HIDDEN + at;
-        u16 y = narrow(total + wide(seen(p.residual + to)));
+        u16 y = narrow(total + (ATTENDED ? s.stream[token][i % 16] : wide(seen(p.residual + to))));
         now = wide(y);
         p.y[to] = y;
         p.scaled[to] = narrow(now * (p.scale_bytes == 4 ? ((const float *)p.scale)[at] : wide(((const u16 *)p.scale)[at])));

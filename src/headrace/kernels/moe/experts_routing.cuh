@@ -29,14 +29,15 @@ __device__ __forceinline__ float rstd_of(const Params &p, const Shared &s, int t
   for (int w = 0; w < WARPS; w++) sum += s.squares[w][token];
   return rsqrtf(sum / HIDDEN + p.eps);
 }
-__device__ __forceinline__ void route(const Params &p, Shared &s, int token, int lane) {  // a warp
-  u32 own[EACH_LANE];
-  u16 logits[EACH_LANE];
+__device__ __forceinline__ void load_logits(u16 (&logits)[EACH_LANE], const Params &p, int token, int lane) {
 #pragma unroll
   for (int i = 0; i < EACH_LANE; i++) {
     int expert = lane + 32 * i;
-    logits[i] = expert < EXPERTS ? seen(p.logits + (u64)token * p.logits_row + expert) : 0xFF80;
+    logits[i] = expert < EXPERTS && token < p.tokens ? seen(p.logits + (u64)token * p.logits_row + expert) : 0xFF80;
   }
+}
+__device__ __forceinline__ void route(Shared &s, const u16 (&logits)[EACH_LANE], int token, int lane) {  // a warp
+  u32 own[EACH_LANE];
 #pragma unroll
   for (int i = 0; i < EACH_LANE; i++) own[i] = lane + 32 * i < EXPERTS ? order_of(logits[i], lane + 32 * i) : 0;
   u32 mine = 0;

@@ -4,6 +4,8 @@ constexpr int STEPS_1 = HIDDEN / 128, STEPS_2 = INNER / 128, DEEP = (STEPS_1 + W
 constexpr int STRIPS_1 = INNER / 8, STRIPS_2 = HIDDEN / 16;
 constexpr int SHARERS = STEPS_1 < WARPS ? STEPS_1 : WARPS;  // warps that have steps of gate and up
 constexpr int PAIRS = TOKENS * TOP_K, ENTRIES = (EXPERTS < PAIRS ? EXPERTS : PAIRS) + PAIRS / TOGETHER;
+constexpr int STEPS_0 = ATTENDED / 128, DEEP_0 = (STEPS_0 + WARPS - 1) / WARPS;  // of attention's last product
+constexpr int ROWS_HERE = ATTENDED ? (EXPERTS + PROGRAMS - 1) / PROGRAMS : 1;     // of the router, a program
 constexpr int EACH_LANE = (EXPERTS + 31) / 32, MOST_ENTRIES = EXPERTS + 4 * TOP_K;  // of 32 tokens
 constexpr u16 NONE = 0xFFFF;
 #ifdef BITS
@@ -12,6 +14,7 @@ constexpr int PIECES = BITS / 2, SIDE = 32 * SETS * (1 + ZEROS), STAGE = PIECES 
 constexpr int STAGE = 4096, BATCH = 1;
 #endif
 static_assert(HIDDEN % 128 == 0 && INNER % 128 == 0 && TOKENS <= 32 && TOP_K <= 32 && EXPERTS <= 1024, "shapes this kernel is for");
+static_assert(!ATTENDED || (TOKENS == 8 && !EIGHT && ATTENDED % 128 == 0 && STRIPS_2 <= PROGRAMS), "before which attention may be");
 
 struct Params {
   const u16 *x, *logits;              // [T, HIDDEN], [T, EXPERTS]
@@ -25,7 +28,10 @@ struct Params {
   u16 *inner;                         // [T, TOP_K, INNER]
   u64 *met;                           // programs that are through with gate and up, in all launches
   u32 *done;                          // [2, most entries]: strips, of this launch and (zeros) of the next
-  int tokens, pieces, logits_row, up_tiles, down_tiles, scale_bytes;
+  const u16 *attended, *out, *router; // with ATTENDED alone, as is all below: [T, ATTENDED], [HIDDEN, ATTENDED], [EXPERTS, HIDDEN]
+  const void *between;                // [HIDDEN], as scale: of the norm before experts
+  u64 *heard, *said;                  // [TOKENS, HIDDEN / 2]: two values of the stream, [EXPERTS, TOKENS]: a logit; behind the launch's number
+  int tokens, pieces, logits_row, up_tiles, down_tiles, scale_bytes, between_bytes;
   float eps;
 };
 
@@ -35,7 +41,8 @@ struct Shared {
   u16 expert[ENTRIES];
   u16 chosen[PAIRS];
   float weight[PAIRS], unit[PAIRS], rstd[TOKENS], x_unit[TOKENS];
-  float squares[WARPS][TOKENS], peak[EIGHT ? WARPS : 1][TOKENS];
+  float squares[WARPS][TOKENS], peak[EIGHT ? WARPS : 1][TOKENS], dots[WARPS][ROWS_HERE][ATTENDED ? TOKENS : 1];
+  float between[ATTENDED ? HIDDEN : 1], stream[ATTENDED ? TOKENS : 1][16];
   int entries;
 };
 union Meeting {
@@ -44,7 +51,7 @@ union Meeting {
 };
 constexpr int BESIDE = (sizeof(Shared) + 127) / 128 * 128 + sizeof(Meeting);
 constexpr int FITTING = (232448 - BESIDE - 1024) / (WARPS * STAGE), STAGES = FITTING < 3 ? FITTING : 3;  // more only keep the first ones waiting
-static_assert(STAGES >= 2, "a ring");
+static_assert(STAGES >= 2 && DEEP_0 <= STAGES, "a ring");
 extern __shared__ __align__(128) unsigned char memory[];
 extern "C" __device__ const int shared_bytes = BESIDE + STAGES * WARPS * STAGE;
 
@@ -59,6 +66,14 @@ __device__ __forceinline__ void seen(u32 *v, const void *p) {
 }
 __device__ __forceinline__ void read16(u32 *v, u32 at) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at) : "memory");
+}
+__device__ __forceinline__ void say(u64 *to, u32 launch, u32 what) {  // to all programs
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)launch << 32 | what) : "memory");
+}
+__device__ __forceinline__ u64 look(const u64 *at) {  // at what another program may say at any time
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+  return v;
 }
 __device__ __forceinline__ void copy16(u32 to, const void *from, u64 once) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(once) : "memory");

@@ -1,4 +1,38 @@
 // Weights for experts.cu: what a warp has on their way, and a step of K that has come times inputs.
+// A strip is 16 rows. ``strip_at``: where a lane's begin, ``tall`` rows behind each other and as many ``gap`` bytes further; ``copy_strip``: a
+// step of it, into ``to`` of shared memory.
+#ifdef BITS
+constexpr int STEP = BLOCK_BYTES;  // bytes from one step to the next
+__device__ __forceinline__ const unsigned char *strip_at(const unsigned char *weights, int expert, int tiles, int row, int, int steps) {
+  return weights + (u64)(expert * tiles + row / 4) * steps * BLOCK_BYTES;
+}
+__device__ __forceinline__ void copy_strip(u32 to, const unsigned char *block, int row, int, u64, u64 once) {
+  int lane = threadIdx.x % 32;
+  to += lane * 16, block += row % 4 * 512 + lane * 16;
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) copy16(to + i * 512, block + i * 2048, once);
+  if (lane < SIDE / 16) copy16(to + PIECES * 512, block + CODE_BYTES - row % 4 * 480 - lane * 16 + lane / 2 * 128 + lane % 2 * 16, once);
+}
+#else
+constexpr int STEP = 256;
+__device__ __forceinline__ const unsigned char *strip_at(const unsigned char *weights, int expert, int rows, int row, int tall, int steps) {
+  int lane = threadIdx.x % 32;
+  return weights + ((u64)expert * rows + row * tall + lane / 16) * steps * 256 + lane % 16 * 16;
+}
+// 256 bytes of each row: whole lines. The second of two has its halves of 64 bytes in turns: no two lanes read from one bank.
+__device__ __forceinline__ void copy_strip(u32 to, const unsigned char *from, int, int width, u64 gap, u64 once) {
+  int lane = threadIdx.x % 32;
+  to += lane / 16 * 256 + (lane % 16 ^ lane / 16 * 4) * 16;
+#pragma unroll
+  for (int i = 0; i < 8; i++) copy16(to + i * 512, from + i % 4 * 2 * width + i / 4 * gap, once);
+}
+#endif
+__device__ __forceinline__ u64 read_once() {  // the second-level cache need not keep it
+  u64 once;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  return once;
+}
+
 // What a warp will want next: its steps of the strips of gate and up that this program has, then those of down.
 struct Ahead {
   const Params &p;
@@ -6,47 +40,24 @@ struct Ahead {
   const unsigned char *from;  // where a lane's next strip of gate and up begins
   u64 once;
   u32 ring;
-  int warp, lane, left, entry, strip, column, step, deep, slot;
+  int warp, left, entry, strip, column, step, deep, slot;
 
   __device__ __forceinline__ Ahead(const Params &p_, const Shared &s_, u32 ring_, int first, int count) : p(p_), s(s_) {
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    warp = threadIdx.x / 32, lane = threadIdx.x % 32, ring = ring_;
+    warp = threadIdx.x / 32, ring = ring_, once = read_once();
     entry = first / STRIPS_1, strip = first % STRIPS_1, left = warp < STEPS_1 ? count : 0;
     slot = deep = 0, column = blockIdx.x;
     if (left) find();
     else begin();
   }
   __device__ __forceinline__ void begin() { entry = warp / STEPS_2, step = warp % STEPS_2; }  // of down
-  __device__ __forceinline__ void find() { from = place(p.up, p.up_tiles, strip, 8, STEPS_1) + warp * STEP; }
-#ifdef BITS
-  static constexpr int STEP = BLOCK_BYTES;  // bytes from one step to the next
-  __device__ __forceinline__ const unsigned char *place(const unsigned char *weights, int tiles, int row, int, int steps) {
-    return weights + (u64)((s.expert[entry] & 0xFFF) * tiles + row / 4) * steps * BLOCK_BYTES;
-  }
-  __device__ __forceinline__ void copy(const unsigned char *block, int row, int, u64) {
-    u32 to = ring + slot * STAGE + lane * 16;
-    block += row % 4 * 512 + lane * 16;
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) copy16(to + i * 512, block + i * 2048, once);
-    if (lane < SIDE / 16) copy16(to + PIECES * 512, block + CODE_BYTES - row % 4 * 480 - lane * 16 + lane / 2 * 128 + lane % 2 * 16, once);
-  }
-#else
-  static constexpr int STEP = 256;
-  __device__ __forceinline__ const unsigned char *place(const unsigned char *weights, int rows, int row, int tall, int steps) {
-    return weights + ((u64)(s.expert[entry] & 0xFFF) * rows + row * tall + lane / 16) * steps * 256 + lane % 16 * 16;
-  }
-  // 16 rows, 256 bytes of each: whole lines. The second of two has its halves of 64 bytes in turns: no two lanes read from one bank.
-  __device__ __forceinline__ void copy(const unsigned char *from, int, int width, u64 gap) {
-    u32 to = ring + slot * STAGE + lane / 16 * 256 + (lane % 16 ^ lane / 16 * 4) * 16;
-#pragma unroll
-    for (int i = 0; i < 8; i++) copy16(to + i * 512, from + i % 4 * 2 * width + i / 4 * gap, once);
-  }
-#endif
+  __device__ __forceinline__ int expert() { return s.expert[entry] & 0xFFF; }
+  __device__ __forceinline__ void find() { from = strip_at(p.up, expert(), p.up_tiles, strip, 8, STEPS_1) + warp * STEP; }
   __device__ __forceinline__ void ask() {
     if (left) {
       ask_up();
     } else if (column < STRIPS_2 && entry < s.entries) {
-      copy(place(p.down, p.down_tiles, column, 16, STEPS_2) + step * STEP, column, STEPS_2 * 256, (u64)8 * STEPS_2 * 256);
+      const unsigned char *down = strip_at(p.down, expert(), p.down_tiles, column, 16, STEPS_2) + step * STEP;
+      copy_strip(ring + slot * STAGE, down, column, STEPS_2 * 256, (u64)8 * STEPS_2 * 256, once);
       entry += WARPS / STEPS_2, step += WARPS % STEPS_2;
       if (step >= STEPS_2) step -= STEPS_2, entry++;
       if (entry >= s.entries) {
@@ -58,7 +69,7 @@ struct Ahead {
     if (++slot == STAGES) slot = 0;
   }
   __device__ __forceinline__ void ask_up() {
-    copy(from + deep * WARPS * STEP, strip, STEPS_1 * 256, (u64)INNER * STEPS_1 * 256);
+    copy_strip(ring + slot * STAGE, from + deep * WARPS * STEP, strip, STEPS_1 * 256, (u64)INNER * STEPS_1 * 256, once);
     if (++deep < DEEP && warp + WARPS * deep < STEPS_1) return;
     deep = 0;
     strip++, left--;
@@ -80,11 +91,10 @@ struct Ahead {
 };
 
 // One step of K: what has come times a lane's inputs.
-__device__ __forceinline__ void take_step(float (&c)[4], const u32 *b, Ahead &ahead, u32 ring, int &slot) {
+__device__ __forceinline__ void take_stage(float (&c)[4], const u32 *b, u32 at) {
   int lane = threadIdx.x % 32;
 #ifdef BITS
-  arrived<STAGES - 1>();
-  u32 at = ring + slot * STAGE, codes[PIECES * 4], side = at + PIECES * 512 + lane / 4 * 2;
+  u32 codes[PIECES * 4], side = at + PIECES * 512 + lane / 4 * 2;
 #pragma unroll
   for (int i = 0; i < PIECES; i++) read16(codes + i * 4, at + i * 512 + lane * 16);
 #pragma unroll
@@ -105,14 +115,10 @@ __device__ __forceinline__ void take_step(float (&c)[4], const u32 *b, Ahead &ah
 #pragma unroll
     for (int i = 0; i < 4; i++) c[i] += scale[i / 2] * (part[0][i] + part[1][i]);
   }
-  __syncwarp();
-  ahead.ask();
-  if (++slot == STAGES) slot = 0;
 #else
-  arrived<STAGES - 1>();
   int g = lane / 4, odd = g % 2 * 4;
   float other[4] = {0, 0, 0, 0};  // a second chain
-  u32 at = ring + slot * STAGE + g * 256;
+  at += g * 256;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     u32 first[4], second[4];
@@ -126,8 +132,12 @@ __device__ __forceinline__ void take_step(float (&c)[4], const u32 *b, Ahead &ah
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) c[i] += other[i];
+#endif
+}
+__device__ __forceinline__ void take_step(float (&c)[4], const u32 *b, Ahead &ahead, u32 ring, int &slot) {
+  arrived<STAGES - 1>();
+  take_stage(c, b, ring + slot * STAGE);
   __syncwarp();
   ahead.ask();
   if (++slot == STAGES) slot = 0;
-#endif
 }
