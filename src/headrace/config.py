@@ -102,8 +102,8 @@ class ModelConfig:
         None, "maximum sequence length in tokens; default: what model and memory allow", size=True, minimum=2
     )
     quantization: str | None = option(
-        None, "quantization of the weights; default: as in the checkpoint; none dequantizes them at load", choices=("none", *QUANTIZATIONS),
-        aliases=QUANTIZATION_ALIASES,
+        None, "quantization of the weights; default: as in the checkpoint; at load, none dequantizes them, fp8 and "
+        "compressed-tensors round plain ones", choices=("none", *QUANTIZATIONS), aliases=QUANTIZATION_ALIASES,
     )  # fmt: skip
     task: str = option(
         "auto", "what the model is for: to generate text, to embed texts, or to score pairs of them; auto: as the checkpoint says; "

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.config import ModelConfig
+from headrace.errors import ModelError
 from headrace.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from headrace.models.decoder import Decoder
 from headrace.models.dequantized import DequantizedCheckpoint
@@ -21,6 +22,7 @@ from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.outliers import OutlierColumns
 from headrace.quant.scaled import ScaledWeight
+from headrace.quantize.at_load import QuantizedCheckpoint
 from headrace.quantize.blocks import BlockRunner, Inputs
 from headrace.quantize.folder import finish_folder
 from headrace.quantize.layer import Job
@@ -43,14 +45,23 @@ FORMS = [
 _CLOSE = {"nvfp4": (2e-2, 0.2)}
 
 
-def made(model: str, output: Path, form: str, method: str, group: int | None, **fields: object) -> Path:
+def made(
+    model: str,
+    output: Path,
+    form: str,
+    method: str,
+    group: int | None,
+    stored: torch.dtype = torch.float32,
+    **fields: object,
+) -> Path:
+    """``stored``: of scales."""
     plain = save(model, output.with_name("plain"), **fields)
     tensors = {name: each.bfloat16() for name, each in load_file(plain / "model.safetensors").items()}
     save_file(tensors, plain / "model.safetensors")
     source = find_model(ModelConfig(model=str(plain)))
     spec = spec_from_config(source.config)
     rows = torch.randint(0, VOCAB_SIZE, (6, 40), generator=torch.Generator().manual_seed(0)).tolist()
-    scales = torch.float32 if form != "dfloat11" else torch.bfloat16
+    scales = stored if form != "dfloat11" else torch.bfloat16
     recipe = maker_for(chosen(form, method, text=True), group_size=group, asymmetric=False, scales=scales)
     shards = Shards(output, spec.num_layers + 1)
     runner = BlockRunner(spec, dtype=torch.float32, device=CPU, length=40)
@@ -191,3 +202,28 @@ def test_a_sliced_model_is_a_plain_one_for_others(tmp_path: Path) -> None:
         theirs = torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
     assert model.config.hidden_size == 32
     torch.testing.assert_close(logits(folder), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("asked", "form"), [("fp8", "fp8"), ("compressed-tensors", "w4a16")])
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+def test_made_while_they_are_read_weights_are_what_would_be_written(
+    model: str, asked: str, form: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    sizes |= {"moe_intermediate_size": 128} if "moe" in model else {}
+    folder = made(model, tmp_path / "made", form, "rtn", None, torch.bfloat16, **sizes)
+    source = find_model(ModelConfig(model=str(tmp_path / "plain"), quantization=asked))
+    assert spec_from_config(source.config) == spec_from_config(read_json(folder / "config.json"))
+    found = QuantizedCheckpoint(SafetensorsCheckpoint(source.path), source, CPU)
+    written = SafetensorsCheckpoint(folder)
+    assert sorted(found.keys()) == sorted(written.keys())
+    for key in written.keys():  # noqa: SIM118 - a protocol, not a mapping
+        assert (found.dtype(key), found.shape(key)) == (written.dtype(key), written.shape(key)), key
+        assert torch.equal(found.read(key).view(torch.uint8), written.read(key).contiguous().view(torch.uint8)), key
+
+
+def test_a_shape_that_no_group_divides_is_named(tmp_path: Path) -> None:
+    save("llama", tmp_path / "plain")
+    source = find_model(ModelConfig(model=str(tmp_path / "plain"), quantization="compressed-tensors"))
+    with pytest.raises(ModelError, match=r"q_proj cannot be quantized as w4a16 at load: its 64 inputs.*or give fp8"):
+        QuantizedCheckpoint(SafetensorsCheckpoint(source.path), source, CPU)

@@ -17,7 +17,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.models.source import _DEMO
 from headrace.request import StructuredOutputs
 from headrace.scheduler.scheduler import Scheduler
-from headrace.sites import count_bytes
+from headrace.sites import count_bytes, matrices
 from headrace.worker.rows import Ints
 from headrace.worker.speculator import LookupProposer, Proposal
 from tests.support import tiny
@@ -145,6 +145,24 @@ def test_what_a_draft_holds_is_said_to_the_byte(folders: dict[str, Path]) -> Non
 def test_another_model_drafts_and_changes_nothing(folders: dict[str, Path], plain: Callable[[str], list[Any]]) -> None:
     llm = _engine(folders["llama"], {"model": str(folders["qwen2"]), "num_speculative_tokens": 2})
     assert _answers(llm) == plain("llama")
+
+
+@pytest.mark.parametrize(("quantization", "label"), [("fp8", "FP8, scales by channel"), ("none", "")])
+def test_a_draft_that_is_rounded_while_it_is_read_changes_no_bit(
+    quantization: str, label: str, folders: dict[str, Path], plain: Callable[[str], list[Any]]
+) -> None:
+    """Its head, too, which it has in common with its embedding; what it holds is counted in its format."""
+    drafts = {"model": str(folders["llama"]), "num_speculative_tokens": 3, "quantization": quantization}
+    llm = _engine(folders["llama"], drafts, 1)
+    assert _answers(llm) == plain("llama")
+    said = {each.name: each for each in llm.info.decisions}
+    spec = llm.engine.core.executor._runner._speculator._proposer._decoder.spec  # type: ignore[attr-defined]
+    forms = {form.label for site in matrices(spec) for form in site.formats}
+    assert ("draft weights" in said) == bool(label) == bool(forms)
+    assert all(each.startswith(label) for each in forms) and (not label or spec.formats)
+    assert f"{count_bytes(spec, 4) / 2**20:.1f} MiB of weights" in said["draft memory"].reason
+    counts = _scheduler(llm).speculation.counts  # type: ignore[union-attr]
+    assert sum(counts.accepted) >= 0.4 * sum(counts.drafted) > 50
 
 
 @pytest.mark.parametrize(

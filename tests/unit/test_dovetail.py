@@ -45,7 +45,7 @@ def _config() -> EngineConfig:
 
 
 def _pair(**settings: Any) -> Pair:
-    return Pair(LARGE, SMALL, SpeculativeSettings(method="draft_model", model="-", **settings))
+    return Pair(LARGE, {"cpu": SMALL, "cuda": SMALL}, SpeculativeSettings(method="draft_model", model="-", **settings))
 
 
 def _card(bytes_beside: int) -> Device:

@@ -10,9 +10,10 @@ import pytest
 
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
+from headrace.models.draft_source import find_draft
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
-from headrace.sites import Role, count_bytes, layer_matrices, weights
+from headrace.sites import Role, count_bytes, is_plain, layer_matrices, weights
 from tests.unit.test_families import LLAMA, config
 
 GROUP = {
@@ -149,5 +150,38 @@ def test_random_weights_are_made_up_in_the_format_that_is_asked_for(method: str,
     found = find_model(ModelConfig(model=str(tmp_path), load_format="dummy", quantization=method))
     site = layer_matrices(spec_from_config(found.config), 0)[Role.DOWN]
     assert [form.label for form in site.formats] == [label]
-    with pytest.raises(ModelError, match=r"--quantization is gguf, but .* is not quantized"):
+    with pytest.raises(
+        ModelError, match=r"--quantization is gguf, but .* is not quantized; .* one of fp8, compressed-"
+    ):
         find_model(ModelConfig(model=str(tmp_path), load_format="dummy", quantization="gguf"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "layers", "made"),
+    [
+        ("auto", (9, 0), 16, "fp8"),
+        ("auto", (9, 0), 2, None),  # its time is launches
+        ("auto", (8, 9), 16, None),
+        ("auto", None, 16, None),
+        ("none", (9, 0), 16, None),
+        ("fp8", None, 2, "fp8"),
+        ("compressed-tensors", None, 2, "w4a16"),
+    ],
+)
+def test_a_large_draft_is_rounded_where_fp8_is_fast(
+    asked: str, capability: tuple[int, int] | None, layers: int, made: str | None, tmp_path: Path
+) -> None:
+    large = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": layers, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **large}))
+    found, said = find_draft(ModelConfig(load_format="dummy"), str(tmp_path), asked, capability)
+    spec = spec_from_config(found.config)
+    assert (found.makes, said is not None, is_plain(spec)) == (made, made is not None, made is None)
+    assert spec.tied_head == (made is None) == (not spec.formats)
+
+
+def test_a_draft_that_cannot_be_rounded_stays_as_it_is(tmp_path: Path) -> None:
+    from tests.unit.test_families import GPT2
+
+    (tmp_path / "config.json").write_text(json.dumps({**GPT2, "n_embd": 4096, "n_head": 32, "n_layer": 12}))
+    found, said = find_draft(ModelConfig(load_format="dummy"), str(tmp_path), "auto", (9, 0))
+    assert found.makes is None and said is not None and "stores its matrices [in, out]" in said.reason

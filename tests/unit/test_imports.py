@@ -97,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "layers",
         "kernels",
         "quant",
+        "quantize.at_load",
         "speculative",
         "lora",
         "parallel.context",

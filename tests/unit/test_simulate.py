@@ -27,7 +27,7 @@ from headrace.errors import ConfigError
 from headrace.planner.devices import Device, Efficiency, Share, find_device, known_devices
 from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
-from headrace.planner.simulator import DraftOn, Load, draft_model, simulate
+from headrace.planner.simulator import DraftOn, Load, drafts_apart, simulate
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload.conversations import conversations_of
 from headrace.planner.workload.load import Lengths, LoadRequest, arriving, drawn, prompt_ids
@@ -222,7 +222,7 @@ def test_drafts_are_tokens_and_their_model_is_priced_where_it_is() -> None:
 def test_a_draft_device_without_a_draft_is_refused() -> None:
     for drafts in (None, '{"method": "ngram"}', '{"model": "-"}'):
         with pytest.raises(ConfigError, match="--draft-device is where a draft model computes apart"):
-            draft_model(replace(EngineConfig(), scheduler=SchedulerConfig(speculative_config=drafts)))
+            drafts_apart(replace(EngineConfig(), scheduler=SchedulerConfig(speculative_config=drafts)))
 
 
 # --- the same schedule

@@ -59,6 +59,8 @@ from tests.support.hash_engine import (
         ('{"model": "a", "draft_memory": NaN}', "whole number of bytes, or a share"),
         ('{"method": "ngram", "draft_memory": 4096}', "but method is 'ngram'"),
         ('{"method": "ngram", "tree": 2}', "method ngram grows no trees"),
+        ('{"model": "a", "quantization": "int3"}', "quantization is 'int3'; give one of auto, none, fp8"),
+        ('{"method": "ngram", "quantization": "fp8"}', "of a draft model, but method is 'ngram'"),
         ('{"model": "a", "tree": 0}', "tree is 0; give a whole number from 1 to 32"),
         ('{"model": "a", "tree": 2, "num_speculative_tokens": 63}', "from 1 to 62"),
         ('{"model": "a", "num_speculative_tokens": 17}', f"from 1 to {MOST_DRAFTS}"),

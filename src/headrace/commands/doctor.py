@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.bench.arguments import declare
 from headrace.commands.simulate_reports import CONTEXT, of_prices, sentences
-from headrace.config import EngineConfig
+from headrace.config import Decision, EngineConfig
 from headrace.cost.profile import (
     DeviceIdentity,
     DeviceProfile,
@@ -38,6 +38,7 @@ from headrace.portability import missing, process_status
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
     from headrace.engine.executor import Executor, ExecutorInfo
+    from headrace.models.source import ModelSource
     from headrace.observe.metrics import StepRecorder
     from headrace.spec import DecoderSpec
     from headrace.worker.driver import CardFacts, DriverFacts
@@ -262,22 +263,35 @@ def examine_engine(config: EngineConfig, profile: DeviceProfile | None) -> dict[
 def examine_drafts(config: EngineConfig, device: str) -> dict[str, Any]:
     """Where a target and its draft model are best placed, if one is named. ``device``: that the target would have."""
     from headrace.engine.resolve import find_source
-    from headrace.models.source import find_model
+    from headrace.models.draft_source import find_draft
 
     settings = asked_of(config)
     if config.device.executor != "model" or settings is None:
         return {}
-    draft = find_model(replace(config.model, model=settings.model, load_format="dummy"))
-    specs = [families.spec_from_config(each.config) for each in (find_source(config), draft)]
-    devices = _devices()
-    found = placements(Pair(specs[0], specs[1], settings), config, devices, CONTEXT)
+    model, devices = replace(config.model, load_format="dummy"), _devices()
+    found_on = {
+        kind: find_draft(model, settings.model or "", settings.quantization, _capability(kind)) for kind in devices
+    }
+    drafts_on = {kind: families.spec_from_config(each.config) for kind, (each, _) in found_on.items()}
+    target = families.spec_from_config(find_source(config).config)
+    found = placements(Pair(target, drafts_on, settings), config, devices, CONTEXT)
     said = f"One stream of {CONTEXT:,} tokens, a draft right with probability {settings.acceptance:g} (acceptance); {memory_of(devices)}."
     drafts = {
-        "said": [said, advice(found, device)],
+        "said": [said, *_formats_of(found_on), advice(found, device)],
         "placements": [asdict(each) for each in found],
         "rows": rows_of(found),
     }
     return {"drafts": drafts}
+
+
+def _formats_of(found_on: Mapping[str, tuple[ModelSource, Decision | None]]) -> list[str]:
+    return [f"The draft on {kind}: {each.value}, {each.reason}." for kind, (_, each) in found_on.items() if each]
+
+
+def _capability(kind: str) -> tuple[int, int] | None:
+    from headrace.worker.settings import find_gpu
+
+    return find_gpu().capability if kind == "cuda" else None
 
 
 def _devices() -> dict[str, Device]:

@@ -23,12 +23,13 @@ from headrace.cost.links import Link
 from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config, server_config
 from headrace.models import families
+from headrace.models.draft_source import find_draft
 from headrace.models.source import ModelSource, find_model
 from headrace.observe.report import load_pyplot, machine_facts, print_facts, print_figures, table, write_json
 from headrace.planner.against import COLUMNS, Compared, check_unseen, compare, read_samples, status_of
 from headrace.planner.curve import Trial, check_rates
 from headrace.planner.devices import Device, find_device
-from headrace.planner.simulator import DraftOn, Load, Report, draft_model, simulate
+from headrace.planner.simulator import DraftOn, Load, Report, drafts_apart, simulate
 from headrace.planner.workload.statistics import failure_reasons
 from headrace.spec import DecoderSpec
 from headrace.worker.host import available_memory, physical_cores
@@ -124,11 +125,13 @@ def _write(args: argparse.Namespace, facts: Mapping[str, Any], report: Report, c
 
 
 def _source(config: EngineConfig) -> ModelSource:
-    """The model's description, without looking for its weights. A config.json may be named directly."""
-    model = config.model.model
-    if model is not None and Path(model).name == "config.json":
-        model = str(Path(model).parent)
-    return find_model(replace(config.model, model=model, load_format="dummy"))
+    """The model's description, without looking for its weights."""
+    return find_model(replace(config.model, model=_folder(config.model.model), load_format="dummy"))
+
+
+def _folder(model: str | None) -> str | None:
+    """A config.json may be named directly."""
+    return str(Path(model).parent) if model is not None and Path(model).name == "config.json" else model
 
 
 def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
@@ -144,9 +147,10 @@ def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
 def _draft(args: argparse.Namespace, config: EngineConfig) -> DraftOn | None:
     if args.draft_device is None:
         return None
-    source = _source(replace(config, model=replace(config.model, model=draft_model(config))))
+    settings, model = drafts_apart(config), replace(config.model, load_format="dummy")
     threads = config.device.threads or physical_cores()[0]
     device = find_device(args.draft_device, threads=threads, memory=None, free_memory=available_memory())
+    source = find_draft(model, str(_folder(settings.model)), settings.quantization, device.chip and device.chip[0])[0]
     return DraftOn(families.spec_from_config(source.config), device)
 
 

@@ -21,7 +21,7 @@ from headrace.errors import ModelError
 from headrace.models.file_names import gguf_files, select_gguf
 from headrace.models.hub import HubId, download_model
 from headrace.models.pooling import KEY, json_reader, read_pooling
-from headrace.quant.config import USUAL
+from headrace.quant.config import MADE, USUAL
 
 MAX_JSON_BYTES = 16 * 2**20  # config files; the larger ones are bounded apart
 MAX_INDEX_BYTES = 64 * 2**20  # of shards
@@ -62,7 +62,8 @@ class ModelSource:
     .gguf file.
 
     ``dequantize_from``: the quantization of weights that are dequantized while they are read; ``config`` then does not
-    mention it.
+    mention it. ``makes``: the format, as ``headrace quantize`` calls it, that plain weights are rounded to while they
+    are read; ``config`` then has it.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ModelSource:
     generation_defaults: dict[str, Any]  # sampling defaults; empty when the user asked for none
     eos_token_ids: tuple[int, ...]  # from config and generation config together
     dequantize_from: Mapping[str, Any] | None = None
+    makes: str | None = None
 
     @property
     def revision(self) -> str:
@@ -106,7 +108,7 @@ def find_model(config: ModelConfig) -> ModelSource:
     if path.is_dir() and weights is WeightFormat.GGUF:
         path = only_gguf(path)
     source = _pooled(_describe(path, name, weights, config.generation_config), config.task)
-    return _quantised_as_asked(source, config.quantization)
+    return quantised_as_asked(source, config.quantization)
 
 
 def _pooled(source: ModelSource, task: str) -> ModelSource:
@@ -127,22 +129,39 @@ def _pooled(source: ModelSource, task: str) -> ModelSource:
     return replace(source, config=plain if pooling is None else {**plain, KEY: pooling})
 
 
-def _quantised_as_asked(source: ModelSource, asked: str | None) -> ModelSource:
-    """``--quantization none`` dequantizes weights at load. The name of a method must match the checkpoint's, except
-    that random weights of a model that is not quantized are generated in the method's usual form."""
+def quantised_as_asked(source: ModelSource, asked: str | None, *, head: bool = False) -> ModelSource:
+    """``--quantization none`` dequantizes weights at load, and ``MADE``'s names quantize plain ones, with the ``head``
+    or without. Else the name of a method must match the checkpoint's, except that random weights of a model that is not
+    quantized are generated in the method's usual form."""
     stored = source.config.get("quantization_config")
-    usual = USUAL.get(asked or "")
-    if stored is None and source.weights is WeightFormat.DUMMY and usual is not None:
-        return replace(source, config={**source.config, "quantization_config": {"quant_method": asked, **usual}})
+    if stored is None and asked not in (None, "none") and (made := _made(source, str(asked), head=head)) is not None:
+        return made
     method = stored.get("quant_method") if isinstance(stored, Mapping) else None
     if asked not in (None, "none", method):
+        remedy = f"leave it out, or make one of {', '.join(MADE)}" if stored is None else "leave it out"
         raise ModelError(
-            f"--quantization is {asked}, but {source.name} is {'not quantized' if stored is None else f'quantized with {method}'}; leave it out."
+            f"--quantization is {asked}, but {source.name} is {'not quantized' if stored is None else f'quantized with {method}'}; {remedy}."
         )
     if asked != "none" or stored is None:
         return source
     plain = {name: value for name, value in source.config.items() if name != "quantization_config"}
     return replace(source, config=plain, dequantize_from=stored)
+
+
+def _made(source: ModelSource, asked: str, *, head: bool) -> ModelSource | None:
+    random = source.weights is WeightFormat.DUMMY
+    if random and not head:
+        usual = USUAL.get(asked)
+        form = None if usual is None else {"quant_method": asked, **usual}
+        return None if form is None else replace(source, config={**source.config, "quantization_config": form})
+    if asked not in MADE or not (random or source.weights is WeightFormat.SAFETENSORS):
+        return None
+    form = {"quant_method": "compressed-tensors", **MADE[asked]["config"]}
+    config = {**source.config, "quantization_config": form}
+    if head:
+        config |= {"tie_word_embeddings": False}
+        form["ignore"] = [each for each in form["ignore"] if each != "lm_head"]
+    return replace(source, config=config, makes=MADE[asked]["form"])
 
 
 def as_path(text: str) -> Path:

@@ -27,10 +27,10 @@ from headrace.speculative.settings import SpeculativeSettings, read_settings
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target, who drafts for it, and how that is asked for."""
+    """A target, who drafts for it, as each device would hold it, and how that is asked for."""
 
     target: DecoderSpec
-    draft: DecoderSpec
+    drafts: Mapping[str, DecoderSpec]
     settings: SpeculativeSettings
 
 
@@ -90,7 +90,7 @@ def _placement(
         if drafts_at is None:
             target = _placed(pair.target, plain, devices[at], at)
             return Placement(at, None, tokens_a_second=1.0 / target.decode_seconds(1, context))
-        draft = _placed(pair.draft, plain, devices[drafts_at], drafts_at)
+        draft = _placed(pair.drafts[drafts_at], plain, devices[drafts_at], drafts_at)
         taken = _bytes(draft, context) if at == drafts_at else 0
         target = _placed(pair.target, plain, devices[at], at, taken)
     except (ConfigError, OutOfMemory) as error:

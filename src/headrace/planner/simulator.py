@@ -32,7 +32,7 @@ from headrace.planner.workload.load import LoadRequest, Prompts, check_lengths
 from headrace.planner.workload.statistics import Reader, Sample, experiences, summarise
 from headrace.spec import DecoderSpec
 from headrace.speculative.length import DraftCounts
-from headrace.speculative.settings import read_settings
+from headrace.speculative.settings import SpeculativeSettings, read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     return Report(figures, outcome.samples, info, decisions, pricing, longest)
 
 
-def draft_model(config: EngineConfig) -> str:
+def drafts_apart(config: EngineConfig) -> SpeculativeSettings:
     """Who drafts apart from its target. Raises ConfigError where nobody does."""
     settings = read_settings(config.scheduler.speculative_config)
     if settings is None or settings.model is None or settings.device is None:
@@ -133,7 +133,7 @@ def draft_model(config: EngineConfig) -> str:
             "--draft-device is where a draft model computes apart from its target; give --speculative-config with its model and a "
             "device, or leave it out."
         )
-    return settings.model
+    return settings
 
 
 def _placed_draft(draft: DraftOn, config: EngineConfig) -> Callable[[int, int], float]:

@@ -400,7 +400,8 @@ _METHODS: Mapping[str, Callable[[_Config], Choose]] = {
     "gptq": _gptq, "awq": _awq, "bitsandbytes": _bitsandbytes, "mxfp4": _mxfp4, "gguf": _gguf, "headrace": _own,
 }  # fmt: skip
 
-# How a method's checkpoints usually are, for random weights (--load-format dummy --quantization …).
-USUAL: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("usual_configs.toml").read_text(encoding="utf-8")
-)
+_CONFIGS = tomllib.loads(Path(__file__).with_name("usual_configs.toml").read_text(encoding="utf-8"))
+# How a method's checkpoints usually are, for random weights (--load-format dummy --quantization …), and what plain ones
+# are made into while they are read.
+USUAL: Mapping[str, Mapping[str, Any]] = _CONFIGS["usual"]
+MADE: Mapping[str, Mapping[str, Any]] = _CONFIGS["made"]

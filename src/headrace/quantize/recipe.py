@@ -57,11 +57,11 @@ class Recipe(Maker):
             weight = rotated(weight, self.rotation)
             gram = None if gram is None else rotated(rotated(gram, self.rotation).T, self.rotation)
         codes, found = chosen(weight, gram, grid, self.method)
-        return self.stored(codes.cpu(), found) | self._input_scale(seen)
+        return self.stored(codes, found) | self._input_scale(seen)
 
     def stored(self, codes: Tensor, found: Fit) -> dict[str, Tensor]:
         """``codes`` [outs, ins]."""
-        grid, scale = found.grid, found.scale.cpu()
+        grid, scale = found.grid, found.scale
         if grid.kind in ("mxfp4", "nvfp4"):
             packed = _nibbles(fp4_codes(codes) + 8 * codes.signbit())
             if grid.kind == "mxfp4":
@@ -81,7 +81,7 @@ class Recipe(Maker):
             "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
         }
         if found.zero is not None:
-            tensors["weight_zero_point"] = pack((found.zero.cpu() - middle).T, grid.bits).T.contiguous()
+            tensors["weight_zero_point"] = pack((found.zero - middle).T, grid.bits).T.contiguous()
         return tensors
 
     def _input_scale(self, seen: Inputs | None) -> dict[str, Tensor]:
@@ -179,9 +179,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Signed codes [n, m] into int32 words [n, ⌈m · bits / 32⌉]: one bit stream per row, each code from its lowest bit
     up."""
     unsigned = codes.to(torch.int64) + 2 ** (bits - 1)
-    stream = (unsigned[..., None] >> torch.arange(bits, device=codes.device) & 1).flatten(1)
-    stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 32)).unflatten(1, (-1, 32))
-    words = (stream << torch.arange(32, device=codes.device)).sum(-1)
+    if 32 % bits == 0 and unsigned.shape[1] * bits % 32 == 0:  # whole codes in each word
+        parts, step = unsigned.unflatten(1, (-1, 32 // bits)), bits
+    else:
+        stream = (unsigned[..., None] >> torch.arange(bits, device=codes.device) & 1).flatten(1)
+        parts, step = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 32)).unflatten(1, (-1, 32)), 1
+    words = (parts << torch.arange(0, 32, step, device=codes.device)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from headrace.config import QUANTIZATION_ALIASES, QUANTIZATIONS
 from headrace.errors import ConfigError
 from headrace.speculative.tree import MOST
 
@@ -31,7 +32,8 @@ class SpeculativeSettings:
     ``prompt_lookup_max``: how many tokens must stand elsewhere as they stand at the end, so that what follows there is
     proposed here. ``suffix_tokens``: of earlier answers that are kept for each tenant. ``disable_by_batch_size``: from
     so many running sequences on nothing is drafted. ``draft_memory``: all that a draft model or head may hold, in bytes,
-    or as a share (below 1) of that and all keys and values. In simulations alone: ``acceptance``, how likely a draft is right
+    or as a share (below 1) of that and all keys and values. ``quantization``: of a draft model, as ``--quantization`` has
+    it for the target; ``auto``: FP8 where that pays (models/draft_source.py). In simulations alone: ``acceptance``, how likely a draft is right
     when those before it are; ``draft_cost``, what proposing one more for all rows takes, as a share of the target's
     step."""
 
@@ -45,6 +47,7 @@ class SpeculativeSettings:
     disable_by_batch_size: int | None = None
     draft_memory: float | None = None
     device: str | None = None
+    quantization: str = "auto"
     acceptance: float = 0.7
     draft_cost: float = 0.0
 
@@ -119,6 +122,7 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
         given["prompt_lookup_min"] = 1
     _check_memory(given)
     _check_device(given)
+    _check_quantization(given)
     if given.get("tree") is not None and given["method"] != "draft_model":
         raise ConfigError(
             f"speculative_config.tree is {given['tree']}, but method {given['method']} grows no trees; give a draft model, or leave it out."
@@ -153,6 +157,20 @@ def _check_device(given: Mapping[str, Any]) -> None:
     if given["method"] != "draft_model":
         raise ConfigError(
             f"speculative_config.device is where a draft model computes, but method is {given['method']!r}; leave it out."
+        )
+
+
+def _check_quantization(given: dict[str, Any]) -> None:
+    value = given.get("quantization")
+    if value is None:
+        return
+    known = ("auto", "none", *QUANTIZATIONS)
+    given["quantization"] = value = QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
+    if value not in known:
+        raise ConfigError(f"speculative_config.quantization is {str(value)[:80]!r}; give one of {', '.join(known)}.")
+    if given["method"] != "draft_model":
+        raise ConfigError(
+            f"speculative_config.quantization is of a draft model, but method is {given['method']!r}; leave it out."
         )
 
 

@@ -18,6 +18,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from headrace.models.draft_head import DraftHead
+from headrace.models.draft_source import find_draft
 from headrace.models.heads import HeadSpec, head_bytes, read_head, read_predictor
 from headrace.models.loader import KeyNames
 from headrace.models.safetensors_file import read_sharded
@@ -49,13 +50,14 @@ class DraftPlace:
 class DraftSetup:
     """``groups``: for each of the draft's KV groups the target's group whose block table it uses. ``head``: what goes on
     from the target's hidden states, ``spec`` is then its one layer; None: a model of its own. ``place``: where it
-    computes; None: beside the target."""
+    computes; None: beside the target. ``said``: of its format, where that is not the stored one."""
 
     source: ModelSource
     spec: DecoderSpec
     groups: tuple[int, ...]
     head: HeadSpec | None = None
     place: DraftPlace | None = None
+    said: Decision | None = None
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         return count_bytes(self.spec, dtype_bytes) if self.head is None else head_bytes(self.head, dtype_bytes)
@@ -100,18 +102,24 @@ class DraftSetup:
             )
 
 
-def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) -> DraftSetup | None:
-    """The draft model or head that is asked for. Raises ConfigError or ModelError where it does not fit the target."""
+def resolve_draft(
+    config: EngineConfig, target: ModelSource, spec: DecoderSpec, kind: str, capability: tuple[int, int] | None
+) -> DraftSetup | None:
+    """The draft model or head that is asked for. ``kind``: the target's device; ``capability``: of the GPU that there
+    is. Raises ConfigError or ModelError where it does not fit the target."""
     settings = read_settings(config.scheduler.speculative_config)
     if settings is not None and settings.method == "mtp":
         return _predictor_setup(target, spec)
     if settings is None or settings.model is None:
         return None
-    load_format = "dummy" if config.model.load_format == "dummy" else "auto"
+    model = replace(config.model, load_format="dummy" if config.model.load_format == "dummy" else "auto")
+    said = None
     try:
-        source = find_model(replace(config.model, model=settings.model, load_format=load_format, quantization=None))
         if settings.method in HEADS:
+            source = find_model(replace(model, model=settings.model, quantization=None))
             return _head_setup(source, settings.method, target, spec)
+        on = capability if (settings.device or kind) == "cuda" else None
+        source, said = find_draft(model, settings.model, settings.quantization, on)
         _refuse_head(source)
         draft = families.spec_from_config(source.config)
     except ModelError as error:
@@ -122,7 +130,7 @@ def resolve_draft(config: EngineConfig, target: ModelSource, spec: DecoderSpec) 
             f"give a draft model with the target's tokenizer."
         )
     _check_texts(source, target)
-    return DraftSetup(source, draft, _groups(draft, spec, source.name))
+    return DraftSetup(source, draft, _groups(draft, spec, source.name), said=said)
 
 
 def check_tree(config: EngineConfig, device: torch.device) -> None:

@@ -286,6 +286,8 @@ class Drafting:
         """``groups``: the target's."""
         setup, settings = self._setup, self._setup.speculative
         if self._draft is not None:
+            if self._draft.said is not None:
+                yield self._draft.said
             weights = self._draft.weight_bytes(setup.draft_dtype.itemsize)
             elsewhere = self._device.type if setup.beside is None else None
             yield draft_memory(weights, setup.draft_state_bytes, self.caches, groups, self._num_blocks, elsewhere)

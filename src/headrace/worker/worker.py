@@ -44,7 +44,7 @@ from headrace.lora.device import DeviceAdapters, Reading
 from headrace.lora.layout import Layout
 from headrace.lora.slots import AdapterSlots
 from headrace.models import families, loader
-from headrace.models.checkpoint import open_checkpoint
+from headrace.models.checkpoint import Checkpoint, open_checkpoint
 from headrace.models.decoder import Decoder
 from headrace.models.shared_weights import share_weights
 from headrace.models.source import ModelSource, WeightFormat
@@ -57,6 +57,7 @@ from headrace.parallel.shares import Cut, cuts, share, share_experts
 from headrace.parallel.stages import split_layers, staged
 from headrace.processes.builders import Builders
 from headrace.quant import lossless
+from headrace.quantize.at_load import QuantizedCheckpoint
 from headrace.sites import is_plain, weights
 from headrace.spec import DecoderSpec
 from headrace.techniques import in_use
@@ -75,7 +76,7 @@ from headrace.worker.passes import ForwardPasses
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
-from headrace.worker.settings import Setup, check_sharing, resolve_setup
+from headrace.worker.settings import Setup, check_sharing, find_gpu, resolve_setup
 from headrace.worker.shared_device import DeviceSpans, share_on_device
 from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
 
@@ -180,7 +181,8 @@ class Worker:
             setup = _sharing_keys(setup, keys, near=peers.near)
         check_tree(config, setup.device)
         proposes = pipe is None or pipe.stage == 0  # what later stages of a pipeline verify, the first has proposed
-        draft = resolve_draft(config, source, self._whole) if proposes else None
+        here = setup.device.type, find_gpu().capability
+        draft = resolve_draft(config, source, self._whole, *here) if proposes else None
         self._setup = setup = place_draft(replace(setup, draft=draft))
         self._cuda = setup.device.type == "cuda"
         self._sleeping = DeviceMemory(setup.device) if self._cuda and config.device.enable_sleep_mode else None
@@ -334,7 +336,10 @@ class Worker:
             with waiting("Making random weights", "Made random weights"):
                 self._share(decoder, source, lambda: loader.fill_dummy(decoder, self._config.model.seed, shared, rank))
             return
-        checkpoint = open_checkpoint(source)
+        checkpoint: Checkpoint = open_checkpoint(source)
+        if source.makes is not None:
+            of_pieces = next(each.device for each in decoder.parameters())
+            checkpoint = QuantizedCheckpoint(checkpoint, source, of_pieces)
         try:
             rules, ignored = weight_rules(spec, shared), ignored_keys(spec)
             load = partial(loader.load_weights, decoder, checkpoint, rules, ignored, self._dtype_of(decoder))
@@ -613,10 +618,8 @@ def _weight_formats(spec: DecoderSpec, source: ModelSource) -> tuple[Decision, .
         for form in weight.formats
         for _ in range(math.prod(weight.stacked))
     )
-    return tuple(
-        Decision("weight format", label, f"{count} matrices, as the checkpoint stores them")
-        for label, count in counts.items()
-    )
+    origin = "as the checkpoint stores them" if source.makes is None else "rounded while they are read"
+    return tuple(Decision("weight format", label, f"{count} matrices, {origin}") for label, count in counts.items())
 
 
 def _without_loss(setup: Setup) -> tuple[Setup, tuple[Decision, ...]]:
