@@ -107,7 +107,7 @@ def test_behind_attention(shape: tuple[int, int, int, int], width: int) -> None:
         for tokens in (1, 2, 5, 8):
             around = given(tokens, hidden, experts, tokens, False)[1]
             attended = torch.randn(tokens, width, device=CUDA).bfloat16()
-            found = run.behind(attended, output, router, gate_up, down, *weights, norm, around)
+            found = run.behind(attended, output, router, gate_up, down, *weights, norm, around, output)
             x, scaled, squares = fused_linear(output, None)(attended, Around(residual=around.residual, scale=norm))
             logits, _, _ = fused_linear(router, None)(scaled, Around(squares, around.eps))
             behind = Around(squares, around.eps, None, x, around.scale)

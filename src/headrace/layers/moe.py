@@ -31,6 +31,7 @@ class SparseFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.router = Linear(sites[Role.ROUTER], context)
+        self.later: Tensor | None = None  # weights that the next layer begins with
         self.up, self.down = (_stacked(sites[role], context) for role in (Role.UP, Role.DOWN))
         self._spec = moe
         self._places = places_of(moe, context.device)
@@ -100,7 +101,7 @@ class SparseFeedForward(nn.Module):
         if compute is None or None in weights or not stream.takes_norms or stream.adapters is not None:
             return False
         spec, around = self._spec, Around(None, norm.eps, None, stream.sum, following.scale)
-        given = x, *weights, self.up, self.down, spec.renormalize, self._activation, norm.scale, around
+        given = x, *weights, self.up, self.down, spec.renormalize, self._activation, norm.scale, around, self.later
         if (found := compute(*given)) is None:
             return False
         stream.sum, stream.scaled, stream.squares = found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -218,6 +219,9 @@ class Decoder(nn.Module):
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         self._takes_norms = all(each.takes_norms for each in linears)
         self._takes_sums = all(each.takes_sums for each in linears)
+        for block, following in pairwise(self.blocks):
+            if isinstance(block.feed_forward, SparseFeedForward):
+                block.feed_forward.later = following.attention.qkv.plain
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], hidden: Tensor | None = None) -> Tensor:
         """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm,

@@ -8,7 +8,7 @@ around (triton_moe.py, triton_coded.py), laying experts out (triton_coded.py).
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_void_p
+from ctypes import c_float, c_int, c_size_t, c_void_p
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -35,6 +35,7 @@ _UNBUILT = "experts of few tokens in one launch cannot be built here; Triton's k
 _POINTERS = (
     "x", "logits", "up", "down", "up_unit", "down_unit", "squares", "residual", "scale", "y", "scaled", "sums", "inner", "met",
     "done", "attended", "out", "router", "between", "heard", "said",
+    "later",
 )  # fmt: skip
 _NUMBERS = ("tokens", "pieces", "logits_row", "up_tiles", "down_tiles", "scale_bytes", "between_bytes")
 
@@ -44,6 +45,7 @@ class _Parameters(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in _POINTERS),
+        ("later_bytes", c_size_t),
         *((name, c_int) for name in _NUMBERS),
         ("eps", c_float),
     )
@@ -169,10 +171,10 @@ class FewExperts:
 
     def behind(
         self, attended: Tensor, output: Tensor, router: Tensor, gate_up: Any, down: Any, renormalize: bool, kind: Activation, between: Tensor,
-        around: Around,
+        around: Around, later: Tensor | None = None,
     ) -> Fused | None:  # fmt: skip
         """The same behind attention: ``attended`` [T, A] times ``output`` [hidden, A], the sum with the residual, the norm
-        whose weight is ``between``, and what ``router`` [experts, hidden] says. None: nothing was done."""
+        whose weight is ``between``, and what ``router`` [experts, hidden] says. ``later``: weights that are wanted next. None: nothing was done."""
         assert around.residual is not None
         if self.coded is not None or len(attended) > MOST_CODED:
             return None
@@ -183,6 +185,8 @@ class FewExperts:
         given = {
             "attended": attended.contiguous(), "out": output, "router": router, "between": between, "heard": self.heard, "said": self.said,
         }  # fmt: skip
+        if later is not None:
+            given["later"] = later
         return self._compute(function, given, (0, 0), gate_up, down, inner, around, between.element_size())
 
     def _compute(
@@ -201,7 +205,8 @@ class FewExperts:
             "done": self.done,
         }  # fmt: skip
         pointers = (None if (each := given.get(name)) is None else each.data_ptr() for name in _POINTERS)
-        numbers = tokens, *rows, *heights, around.scale.element_size(), bytes_between
+        later = given["later"].nbytes if "later" in given else 0
+        numbers = later, tokens, *rows, *heights, around.scale.element_size(), bytes_between
         parameters = _Parameters(*pointers, *numbers, around.eps)
         self._launch(function, torch.cuda.current_stream(device).cuda_stream, parameters)
         return y, scaled, sums

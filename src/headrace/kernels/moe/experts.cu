@@ -116,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
   }
   u16 logits[EACH_LANE];
   if (ATTENDED) {
+    before.ask_later(p);
     before.add_output(p, s, meeting.parts[0][0], ring, launch, warp, lane);
     before.route(p, s, launch, warp, lane);
     before.load_logits(logits, p, launch, warp, lane);

@@ -53,6 +53,12 @@ struct Before {
     if (mine) s.stream[token][row] = wide(y);
     if (mine && row % 2 == 0) say(p.heard + token * (HIDDEN / 2) + column / 2, launch, y | below << 16);
   }
+  // Memory is idle until experts are known: weights of the next launch come into the second-level cache, which those of experts pass by.
+  __device__ __forceinline__ void ask_later(const Params &p) {
+    constexpr u32 PIECE = 8192;
+    u64 share = (p.later_bytes / PROGRAMS + 127) / 128 * 128, at = share * blockIdx.x + threadIdx.x * PIECE, end = min(share * (blockIdx.x + 1), p.later_bytes);
+    if (at < end) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.later + at), "r"((u32)min((u64)PIECE, end - at)) : "memory");
+  }
   // The stream from all programs, times the weight of the norm; sums of its squares.
   __device__ __forceinline__ void hear(const Params &p, Shared &s, u32 (&x)[TOKENS][DEEP][2], u32 launch, int warp, int lane) {
     bool there;

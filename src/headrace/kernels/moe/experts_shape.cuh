@@ -31,6 +31,8 @@ struct Params {
   const u16 *attended, *out, *router; // with ATTENDED alone, as is all below: [T, ATTENDED], [HIDDEN, ATTENDED], [EXPERTS, HIDDEN]
   const void *between;                // [HIDDEN], as scale: of the norm before experts
   u64 *heard, *said;                  // [TOKENS, HIDDEN / 2]: two values of the stream, [EXPERTS, TOKENS]: a logit; behind the launch's number
+  const unsigned char *later;         // what the launch behind this one multiplies by, or null
+  u64 later_bytes;
   int tokens, pieces, logits_row, up_tiles, down_tiles, scale_bytes, between_bytes;
   float eps;
 };
