@@ -21,7 +21,7 @@ from headrace.commands.doctor import _render_assumed, _render_memory, _render_sh
 from headrace.config import EngineConfig
 from headrace.cost.profile import DeviceProfile, Limits, save_profile
 from headrace.engine.assembly import create_engine
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError
 from headrace.planner.workload.conversations import random_conversations
 from headrace.planner.workload.load import Lengths

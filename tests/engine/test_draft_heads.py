@@ -18,8 +18,8 @@ from headrace.models.heads import head_bytes
 from headrace.request import StepPlan
 from headrace.sites import count_bytes
 from headrace.worker.draft_blocks import DraftBlocks
+from headrace.worker.draft_model import HeadDrafter
 from headrace.worker.draft_setup import MOST_PENDING
-from headrace.worker.head_drafter import HeadDrafter
 from headrace.worker.sampler import Sampler
 from tests.engine.test_speculation import _answers, _engine, _scheduler
 from tests.support import tiny, tiny_heads

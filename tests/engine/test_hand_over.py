@@ -13,7 +13,7 @@ from headrace import LLM, SamplingParams
 from headrace.disagg import roles
 from headrace.disagg.staging import staging_size
 from headrace.engine.assembly import create_engine
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 from headrace.portability import shared_file
 from headrace.request import Request
 from tests.support import tiny

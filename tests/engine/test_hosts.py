@@ -19,8 +19,7 @@ import torch
 import torch.distributed
 
 from headrace import LLM, SamplingParams
-from headrace.engine.keywords import create_config
-from headrace.engine.resolve import find_source
+from headrace.engine.resolve import create_config, find_source
 from headrace.errors import ConfigError, EngineDead, HeadraceError
 from headrace.parallel.group import GlooGroup, check_members
 from headrace.parallel.node import Node

@@ -8,8 +8,8 @@ import pytest
 
 from headrace import cli
 from headrace.config import ModelConfig
-from headrace.engine.keywords import create_config
 from headrace.engine.llm import LLM
+from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError, ModelError
 from headrace.models.checkpoint import open_checkpoint
 from headrace.models.source import find_model

@@ -14,7 +14,7 @@ import headrace
 from headrace import LLM, SamplingParams
 from headrace.engine.assembly import create_engine
 from headrace.engine.executor import Executor
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError, ContextLengthExceeded, EngineDead, InvalidRequest, ModelError, StepFailed
 from headrace.request import StepPlan, StepResult
 

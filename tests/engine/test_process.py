@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.engine import client, connection
 from headrace.engine import connection as frames
-from headrace.engine.keywords import create_config
 from headrace.engine.output import RequestDelta
+from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, Unavailable
 from headrace.processes.frames import HEADER
 from headrace.processes.messages import BadFrame, Unpacker, pack
@@ -363,7 +363,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_at_once() -> None:
 PARENT = """
 import asyncio, os, sys
 from headrace import AsyncLLM
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 
 async def main():
     llm = await AsyncLLM.start(create_config(executor="keyed-hash", device_time=float(sys.argv[1])))
@@ -426,7 +426,7 @@ def test_either_of_two_ways_is_enough_to_end_with_the_parent(way: str, tmp_path:
 ORPHAN = """
 import asyncio, os, signal
 from headrace.engine import connection
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 
 async def main():
     engine = await connection.EngineConnection.launch(create_config(executor="keyed-hash"))

@@ -13,9 +13,9 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.config import CacheConfig, EngineConfig
+from headrace.engine.assembly import SleepingExecutor, of_same_size
 from headrace.engine.executor import Control, Sleep, Wake
 from headrace.engine.keyed_hash import keyed_hash_info
-from headrace.engine.sleeping import SleepingExecutor, of_same_size
 from headrace.errors import HeadraceError, InvalidRequest, OutOfMemory
 from headrace.lora.registry import AdapterRegistry
 from headrace.request import FinishReason

@@ -15,7 +15,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.bench.steps import steady_decode
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 from headrace.worker.card import card_limits, glance_at_card, measure_launches
 from lab.skip import launch_floor, profiled, run_skip_profile
 from tests.support.card import STRICT, params, require_card

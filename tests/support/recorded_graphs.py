@@ -36,11 +36,10 @@ from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVGroup, KVKind, KVSpec, LayerSpec, PoolingSpec
 from headrace.worker import model_runner, recorder
 from headrace.worker.apart_drafts import ApartDrafts, DraftSide
-from headrace.worker.draft_model import DraftModel
+from headrace.worker.draft_model import AHEAD, DraftModel, HeadDrafter
 from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.head_drafter import AHEAD, HeadDrafter
 from headrace.worker.model_runner import ModelRunner, Step
 from headrace.worker.passes import ForwardPasses
 from headrace.worker.prompt_graphs import Bounds, PromptGraphs

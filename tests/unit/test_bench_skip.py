@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError
 from lab.skip import COLUMNS, LaunchFloor, check_skip_profile, show_skip, skip_as_dicts, skip_figures
 

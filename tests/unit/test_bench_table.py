@@ -15,7 +15,7 @@ import pytest
 
 from headrace.bench.load import BenchFailed
 from headrace.config import EngineConfig, ModelConfig
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecord
 from lab import table as bench_table

@@ -10,7 +10,7 @@ import pytest
 
 from headrace import flags
 from headrace.config import ENGINE_PARTS, EngineConfig, ServerConfig
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError
 from headrace.flags import elsewhere
 

@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "scheduler",
         "cache",
         "disagg.hand_over",
+        "speculative.settings",
     },
     "planner": {
         "disagg",

@@ -11,7 +11,7 @@ import pytest
 from headrace import techniques
 from headrace.commands import techniques as command
 from headrace.config import ENGINE_PARTS
-from headrace.engine.keywords import create_config
+from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError
 from headrace.flags import technique_values
 

@@ -21,7 +21,7 @@ Blocks that wait are held until the scheduler has seen the request, no longer: h
 
 Sources: DistServe (Zhong et al. 2024), Splitwise (Patel et al. 2024), Mooncake (Qin et al. 2024).
 
-What lives here: that. What may not: torch, copies (worker/mover.py), sockets, which replica (engine/routing.py).
+What lives here: that. What may not: torch, copies (worker/executor.py), sockets, which replica (engine/routing.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ never, from whoever has died, can bring one prompt's keys into another's.
 
 Regions are sparse: pages are taken at first touch, and the lowest slots are taken first.
 
-What lives here: that memory. What may not: torch, who hands over what (hand_over.py), copies (worker/mover.py).
+What lives here: that memory. What may not: torch, who hands over what (hand_over.py), copies (worker/executor.py).
 """
 
 from __future__ import annotations

@@ -1,44 +1,45 @@
 """One model's engine in this process, put together: found, loaded, its cache sized, the core on top.
 
-What lives here: ``create_engine`` and what it makes. What may not: asking it (llm.py, loop.py), scheduling,
-mathematics.
+What lives here: ``create_engine`` and what it makes, an executor that can be given up and made again (deep sleep, level
+2), whether a draft model was trained on conversations that look like the target's. What may not: asking it (llm.py,
+loop.py), what level 1 moves (worker/asleep.py), scheduling, mathematics.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.clock import RealClock
 from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.cost.run_facts import facts_of, switches_of
 from headrace.disagg.hand_over import HandOver
 from headrace.engine.core import EngineCore
-from headrace.engine.draft_templates import check_draft_templates
-from headrace.engine.executor import Executor, ExecutorInfo, OpenStaging
+from headrace.engine.executor import AdapterOutcome, Control, Executor, ExecutorInfo, OpenStaging, Sleep, Ticket, Wake
 from headrace.engine.grammar import Vocabulary, vocabulary_of
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.info import EngineInfo
 from headrace.engine.inputs import default_params
 from headrace.engine.resolve import create_hash_executor, describe, find_source, resolve_config, resolve_pooling
-from headrace.engine.sleeping import SleepingExecutor, of_same_size
+from headrace.engine.template import CALL
 from headrace.engine.tokenizer import Tokenizer, check_texts, load_tokenizer
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidRequest, ModelError, OutOfMemory
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterRegistry
 from headrace.models.families import spec_from_config
-from headrace.models.source import ModelSource, WeightFormat
+from headrace.models.source import ModelSource, TokenizerFiles, WeightFormat, find_model
 from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.processes.builders import mark_of
-from headrace.processes.garbage import no_collections
-from headrace.request import Json, SamplingParams
+from headrace.processes.garbage import collect_frozen, freeze_again, no_collections
+from headrace.request import Json, SamplingParams, StepPlan, StepResult, TokenMasks
 from headrace.spec import AdapterSpace
+from headrace.speculative.settings import read_settings
 from headrace.torch_environment import prepare_for_torch
 from headrace.worker.head_start import HeadStart, Stages, begin_head_start
 from headrace.worker.host import available_memory
@@ -283,3 +284,121 @@ def _load(
     told: Json = {"device": device, "dtype": dtype, "promise": promise, "switches": switches}
     recorder, profile = create_recorder(source.config, executor.info, limits(), **told, ranks=config.device)
     return config, executor, (*(() if found is None else (found,)), *pooled, *decisions, *loaded, profile), recorder
+
+
+_TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
+}
+_USER, _SYSTEM = {"role": "user", "content": "Where is it?"}, {"role": "system", "content": "You are brief."}
+_CONVERSATIONS: tuple[tuple[Sequence[Any], Sequence[Any] | None], ...] = (
+    ((_USER,), None),
+    ((_SYSTEM, _USER, {"role": "assistant", "content": "There."}, {"role": "user", "content": "Two\nlines of <text>."}), None),
+    ((_USER,), (_TOOL,)),
+    ((_SYSTEM, _USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+      {"role": "tool", "tool_call_id": "abcdefghi", "name": "look", "content": "seen"}), (_TOOL,)),
+)  # fmt: skip
+
+
+def check_draft_templates(config: EngineConfig, target: ModelSource) -> None:
+    """Raises ConfigError where the templates of a draft model and its target make different texts of a conversation; a
+    model without one is taken at its word, and one that is not found is for the worker to name."""
+    settings = read_settings(config.scheduler.speculative_config)
+    if settings is None or settings.model is None:
+        return
+    try:
+        draft = find_model(replace(config.model, model=settings.model, load_format="dummy", quantization=None))
+    except ModelError:
+        return
+    own, wanted = draft.tokenizer_files(), target.tokenizer_files()
+    if own is None or wanted is None or not own.templates or not wanted.templates or own.templates == wanted.templates:
+        return
+    for mine, theirs in zip(_rendered(own), _rendered(wanted), strict=True):
+        if mine != theirs:
+            raise ConfigError(
+                f"speculative_config.model {draft.name} has another chat template than {target.name}: of the same conversation it makes "
+                f"{_around(mine, theirs)}, the target {_around(theirs, mine)}; give a draft of its family."
+            )
+
+
+def _rendered(files: TokenizerFiles) -> Iterator[str]:
+    """Each conversation, or why there is none."""
+    tokenizer = Tokenizer(files)
+    try:
+        for messages, tools in _CONVERSATIONS:
+            try:
+                yield tokenizer.apply_chat_template(messages, tools)
+            except (InvalidRequest, ModelError):
+                yield "nothing"
+    finally:
+        tokenizer.close()
+
+
+def _around(text: str, other: str) -> str:
+    """Where the first difference is."""
+    at = next((at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return repr(text[max(0, at - 10) : at + 20])
+
+
+def of_same_size(config: EngineConfig, info: ExecutorInfo) -> EngineConfig:
+    """By which an executor is made once more with the same blocks and rows, whatever memory there is by then.
+    ``config`` is resolved."""
+    size = sum(group.num_blocks * group.spec.bytes_per_block for group in info.kv_groups)
+    counted = config.cache.num_blocks is not None or not size  # an encoder has no KV
+    cache = config.cache if counted else replace(config.cache, kv_cache_memory=size)
+    return replace(config, cache=cache, model=replace(config.model, max_model_len=info.max_model_len))
+
+
+class SleepingExecutor:
+    """``create`` makes the inner one again."""
+
+    def __init__(self, inner: Executor, create: Callable[[], Executor]) -> None:
+        self.info: ExecutorInfo = inner.info
+        self._create = create
+        self._wake(inner)
+
+    @property
+    def later(self) -> Any:
+        """As the inner one has it (Engine.await_kernels)."""
+        return getattr(self._inner, "later", None)
+
+    def _wake(self, inner: Executor) -> None:
+        self._inner: Executor | None = inner
+        self.submit: Callable[[StepPlan], Ticket] = inner.submit
+        self.drafts: Callable[[Ticket], Sequence[Sequence[int]]] = inner.drafts
+        self.sample: Callable[[Ticket, TokenMasks], None] = inner.sample
+        self.collect: Callable[[Ticket], StepResult] = inner.collect
+        self.recover: Callable[[], None] = inner.recover
+
+    def prepare(self) -> bool:
+        return self._inner is not None and self._inner.prepare()
+
+    def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
+        return [] if self._inner is None else self._inner.outcomes(wait)
+
+    def control(self, order: Control) -> None:
+        if isinstance(order, Sleep) and order.level > 1:
+            self.close()
+        elif isinstance(order, Wake) and self._inner is None:
+            self._wake(self._made_again())
+            freeze_again()
+        elif self._inner is not None:
+            self._inner.control(order)
+
+    def _made_again(self) -> Executor:
+        inner = self._create()
+        if inner.info.kv_groups != self.info.kv_groups:
+            inner.close()
+            blocks = [[group.num_blocks for group in info.kv_groups] for info in (self.info, inner.info)]
+            raise OutOfMemory(
+                f"There were {blocks[0]} KV blocks, and now there is room for {blocks[1]}. Free memory and wake it again."
+            )
+        return inner
+
+    def close(self) -> None:
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            del self.submit, self.drafts, self.sample, self.collect, self.recover
+            inner.close()
+            del inner
+            collect_frozen()

@@ -34,10 +34,9 @@ from headrace.engine.inputs import (
     default_params,
     parse_prompt,
 )
-from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.replicas import Replicas, launch_engine
-from headrace.engine.resolve import find_source
+from headrace.engine.resolve import create_config, find_source
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, StepFailed, Unavailable
 from headrace.lora.registry import adapter_folder, adapter_names

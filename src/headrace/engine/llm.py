@@ -23,7 +23,6 @@ from headrace.engine.assembly import Engine, create_engine
 from headrace.engine.grammar_check import create_grammar_check
 from headrace.engine.info import EngineInfo, check_sleep
 from headrace.engine.inputs import InputProcessor, Message, ParsedPrompt, Prompt, RequestOptions, parse_prompt
-from headrace.engine.keywords import create_config
 from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelta
 from headrace.engine.pooled import (
     EmbeddingOutput,
@@ -36,6 +35,7 @@ from headrace.engine.pooled import (
     paired,
     score,
 )
+from headrace.engine.resolve import create_config
 from headrace.engine.tokenizer import Tokenizer
 from headrace.errors import ConfigError, EngineDead, InvalidRequest, ModelError, StepFailed
 from headrace.observe.progress import Progress, ProgressLine

@@ -1,20 +1,25 @@
 """Choices that only the model and the device can make, each with its reason; and what an engine then says about itself.
 
-What lives here: automatic values of the engine's own fields (choices.toml), the executor without a model. What may not:
-torch, loading, the loop.
+What lives here: an EngineConfig from keywords, as ``LLM(...)`` takes them (names to fields), automatic values of the
+engine's own fields (choices.toml), the executor without a model. What may not: checks of values (config.py), torch,
+loading, the loop.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
 import tomllib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.config import Decision, EngineConfig
+from headrace.config import ENGINE_PARTS, Decision, EngineConfig, engine_config, field_types, switches
 from headrace.engine.info import EngineInfo
 from headrace.errors import ConfigError
 from headrace.models.source import ModelSource, WeightFormat, find_model
+from headrace.request import Given, Json
 from headrace.spec import DecoderSpec
 from headrace.speculative.settings import read_settings
 
@@ -186,3 +191,36 @@ def _state_of(technique: Technique, config: EngineConfig, device: str) -> str:
     if value == technique.off:
         return "off"
     return "on" if isinstance(value, bool) or value == technique.on else str(value)
+
+
+def create_config(
+    model: str | os.PathLike[str] | None = None, *, technique: Given | None = None, **keywords: Any
+) -> EngineConfig:
+    """Raises ConfigError for a name that is no config field (naming the nearest ones) and for a value its field does
+    not allow."""
+    given = {**keywords, **_switches(technique or {})}
+    if model is not None:
+        given["model"] = model
+    known = [name for part in ENGINE_PARTS.values() for name in field_types(part)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{name!r} is not an option of the engine{_near(name, known)}")
+    return engine_config(given)
+
+
+def _switches(technique: Given) -> Json:
+    """Values by field name; hyphens and a missing ``enable_`` are accepted, as on the command line, and so are True and
+    False for any switch."""
+    known, found = switches(), Json()
+    for written, value in technique.items():
+        name = written.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{written!r} is not a technique with a switch{_near(written, known)}")
+        each = known[name][1]
+        found[each.name] = each.metadata.get("on" if value else "off", value) if isinstance(value, bool) else value
+    return found
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; the known ones are {', '.join(sorted(known))}."

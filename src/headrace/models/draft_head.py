@@ -1,6 +1,6 @@
 """A draft head as it computes: one layer over its own paged KV, which goes on from the target's hidden states.
 
-What lives here: the module. What may not: layouts and names (heads.py), rows and proposing (worker/head_drafter.py).
+What lives here: the module. What may not: layouts and names (heads.py), rows and proposing (worker/draft_model.py).
 """
 
 from __future__ import annotations

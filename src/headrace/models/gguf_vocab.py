@@ -13,8 +13,8 @@ from typing import Any
 
 from headrace.errors import ModelError
 from headrace.models.gguf_file import GGUFFile, read_gguf
+from headrace.models.sentencepiece import Piece, PieceType, added_tokens, bpe_tokenizer, vocabulary
 from headrace.models.source import TokenizerFiles
-from headrace.models.spm_vocab import Piece, PieceType, added_tokens, bpe_tokenizer, vocabulary
 
 PREFIX = "tokenizer.ggml."
 NAMED = {

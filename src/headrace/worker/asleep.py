@@ -6,7 +6,7 @@ lie in memory that is mapped by the driver's virtual memory management: addresse
 behind them comes and goes. Before weights' memory goes, it is copied into pinned host memory, which is kept for the
 next time.
 
-What lives here: that memory. What may not: who sleeps and when (engine/core.py), level 2 (engine/sleeping.py).
+What lives here: that memory. What may not: who sleeps and when (engine/core.py), level 2 (engine/assembly.py).
 """
 
 from __future__ import annotations

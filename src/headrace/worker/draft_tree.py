@@ -4,7 +4,7 @@ The keys of tokens that it looks behind lie behind the row's own, wherever a pla
 anew with its next first pass, in the right places. Where a row has a temperature, its noise is known: then the scores of
 tokens are those that the noise has been added to. Rows with masks, penalties or the like get chains.
 
-What lives here: passes over trees. What may not: which tokens are the best, how trees are verified (branches.py).
+What lives here: passes over trees. What may not: which tokens are the best, how trees are verified (speculator.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ speculator that verifies.
 A draft model can have a device or a thread of its own: the checks, its type and threads, how many blocks it has room for.
 
 What lives here: making these, in the phases of a worker. What may not: whether a draft fits its target (draft_setup.py),
-how it drafts (draft_model.py, head_drafter.py, apart_drafts.py, speculator.py).
+how it drafts (draft_model.py, apart_drafts.py, speculator.py).
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from headrace.techniques import in_use
 from headrace.worker.allocation import allocate_kv
 from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.draft_blocks import DraftBlocks
-from headrace.worker.draft_model import MOST_DRAFTING, DraftModel, draft_tables
+from headrace.worker.draft_model import AHEAD, MOST_DRAFTING, DraftModel, HeadDrafter, draft_tables
 from headrace.worker.draft_setup import DraftPlace, DraftSetup, draft_memory, load_head
 from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.head_drafter import AHEAD, HeadDrafter
 from headrace.worker.host import available_memory
 from headrace.worker.memory import GIB, KVPlan, bounds, buckets_up_to, row_bytes
 from headrace.worker.recorder import Recorder

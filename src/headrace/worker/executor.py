@@ -2,7 +2,8 @@
 thread. A GPU has a queue of its own: a submitted step is queued, a collected one waited for, and nothing between the
 two reads the device, so that the next step's kernels stand behind this one's before it has ended.
 
-What lives here: the Executor protocol over a ModelRunner, failures, recovery. What may not: what a step does.
+What lives here: the Executor protocol over a ModelRunner, failures, recovery, copies of blocks into memory that replicas
+share. What may not: what a step does, which blocks are handed over (disagg/hand_over.py).
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from headrace.engine.executor import (
     Control,
     ExecutorInfo,
     ExportBlocks,
+    ImportBlocks,
     LoadAdapter,
     OpenStaging,
     Sleep,
@@ -38,7 +41,6 @@ from headrace.request import StepPlan, StepResult, TokenMasks
 from headrace.worker.asleep import Asleep
 from headrace.worker.failure import failure_of
 from headrace.worker.model_runner import ModelRunner, Step
-from headrace.worker.mover import BlockMover
 
 _log = logging.getLogger(__name__)
 
@@ -244,3 +246,62 @@ class DeviceExecutor:
         failure = failure_of(error, plan, self.info.memory)
         self.on_failure(plan.step_id, failure)
         return failure
+
+
+class BlockMover:
+    """Blocks out of the KV cache into memory that replicas share, and from there into another replica's cache. On a GPU
+    that memory is pinned, and copies have a stream of their own, beside whatever step is under way: the blocks are those
+    that no step in flight touches. ``move`` returns when all is copied.
+
+    ``caches``: of each KV group all that lies under a block's number, first dimension blocks: keys and values, perhaps a
+    draft model's, too.
+    """
+
+    def __init__(self, staging: Staging, caches: Sequence[Sequence[Tensor]]) -> None:
+        self._staging = staging
+        self._caches = [
+            [each.view(torch.uint8).view(len(each), -1) if len(each) else each for each in group] for group in caches
+        ]
+        self._shared = torch.frombuffer(staging.map, dtype=torch.uint8)
+        device = caches[0][0].device
+        self._stream = None
+        if device.type == "cuda":
+            cudart = torch.cuda.cudart()
+            for region in range(staging.replicas):
+                begin = self._shared.data_ptr() + staging.offset(region, 0)
+                torch.cuda.check_error(cudart.cudaHostRegister(begin, staging.region_bytes, 0))
+            self._stream = torch.cuda.Stream(device)
+
+    @torch.inference_mode()
+    def move(self, order: ExportBlocks) -> None:
+        """Imports raise HeadraceError where something else lies there: the blocks then hold nothing of use."""
+        brings, staging = isinstance(order, ImportBlocks), self._staging
+        (staging.check if brings else staging.clear)(order)
+        with self._copying():
+            for shared, block in self._pairs(order):
+                source, target = (shared, block) if brings else (block, shared)
+                target.copy_(source, non_blocking=True)
+        (staging.check if brings else staging.seal)(order)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """What is copied within is there at the end."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def _pairs(self, order: ExportBlocks) -> Iterator[tuple[Tensor, Tensor]]:
+        """(where it lies in shared memory, the block), of each cache."""
+        for slot, blocks in zip(order.slots, order.blocks, strict=True):
+            at = self._staging.offset(order.source, slot)
+            for held, caches, width in zip(blocks, self._caches, self._staging.widths, strict=True):
+                begin = at
+                for block, cache in product(held, caches):
+                    size = cache.shape[1]
+                    yield self._shared[begin : begin + size], cache[block]
+                    begin += size
+                assert begin <= at + width, "blocks are as large as the cache says"
+                at += width

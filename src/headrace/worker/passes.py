@@ -28,12 +28,11 @@ from headrace.lora.device import DeviceAdapters
 from headrace.models.decoder import Decoder
 from headrace.request import NO_SLOT, StepPlan
 from headrace.worker.arena import Arena
-from headrace.worker.branches import branched
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.prompt_graphs import PromptGraphs
 from headrace.worker.rows import Edits, Gather, Ints, Packing, Rows, ints, pack
 from headrace.worker.sampler import Draw, draw_of
-from headrace.worker.speculator import Drafts
+from headrace.worker.speculator import Drafts, branched
 
 _NO_EDITS: Edits = ((), (), ())
 
