@@ -20,6 +20,8 @@ from headrace.cache.block_pool import PrefixNode, PrefixTree
 from headrace.cache.manager import CacheManager, SequenceKV, TableEdits
 from headrace.engine.core import EngineCore
 from headrace.lora.registry import AdapterRegistry, Registered
+from headrace.parallel import frames
+from headrace.request import StepPlan
 from headrace.scheduler import scheduler
 from headrace.scheduler import scheduler as results
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
@@ -319,7 +321,22 @@ def keys_are_numbered_by_each_replica(patch: Patch) -> None:
     patch.setattr(AdapterRegistry, "_enter", count)
 
 
+# --- ranks
+
+
+def a_rank_keeps_what_has_changed(patch: Patch) -> None:
+    """Arrays of a plan are not sent again where there are as many numbers in them as in the last one's."""
+
+    def pack_less(self: frames.PlanPacker, plan: StepPlan) -> bytes:
+        last, self._last = self._last, plan
+        same = [len(getattr(plan, name)) == len(getattr(last, name)) for name in frames._KEPT]
+        return frames.pack(frames.Submit(plan, sum(is_same << bit for bit, is_same in enumerate(same))))
+
+    patch.setattr(frames.PlanPacker, "pack", pack_less)
+
+
 DEFECTS: tuple[Plant, ...] = (
+    a_rank_keeps_what_has_changed,
     a_reference_is_leaked,
     a_wake_up_is_lost,
     a_chunk_is_off_by_one,

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from headrace.clock import VirtualClock
-from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, LoadAdapter, Ticket
+from headrace.engine.executor import AdapterOutcome, Control, DropAdapter, ExecutorInfo, LoadAdapter, Ticket
 from headrace.engine.keyed_hash import Links, _HashRow, _mix
-from headrace.request import NO_SLOT, StepPlan, StepResult
+from headrace.request import NO_SLOT, StepPlan, StepResult, TokenMasks
 from headrace.spec import AdapterSpace, KVGroup, KVKind, KVSpec
-from tests.support.hash_engine import CheckedExecutor
-from tests.support.simulation.broken import Broken
+from tests.support.simulation.broken import Broken, hold
 from tests.support.simulation.oracle import ADAPTERS, VOCAB, root
+from tests.support.simulation.rank import Choosing, Rank
 from tests.support.simulation.schedule import Setting
 
 ADAPTER = -1  # whoever reads one: no request
@@ -99,13 +99,14 @@ class _Account:
         self.linked, self.head = count, self.links[0][-1][-1]
 
 
-class Device(CheckedExecutor):
+class Device(Choosing):
     """``told_rows``: called with every plan's new rows, before anything is computed. ``fallen``: whose tokens the step
     was to compute that was collected last, if it failed."""
 
     def __init__(self, setting: Setting, clock: VirtualClock, told_rows: Callable[[StepPlan], None]) -> None:
         super().__init__(info_of(setting), clock=clock, acceptance=setting.acceptance)
         self._setting = setting
+        self._second = Rank(self.info, setting.acceptance) if setting.ranks else None
         self._sizes = [spec.block_size for spec in self._specs]
         self._told_rows = told_rows
         self.fail_next: str | None = None  # "before" or "after" it has written
@@ -121,7 +122,6 @@ class Device(CheckedExecutor):
         self.collected: StepPlan | None = None  # the last one
         self.result: StepResult | None = None  # its result
         self._accounts: dict[int, _Account] = {}  # by row
-        self._only: dict[int, int] = {}  # row → what it said that its tokens may be
         self.reading: list[tuple[str, int, bool]] = []  # key, turns that it still takes, whether it can be read
         self.damage_next = False
         self.damaged: set[str] = set()  # that could not be read
@@ -145,12 +145,23 @@ class Device(CheckedExecutor):
             exact = self._exact(plan)
             self._sample(exact, self._execute(exact), {})
         self._broken = self._broken or failing is not None
+        if self._second is not None:
+            self._second.submit(plan, broken=self._broken)
         return super().submit(plan)
+
+    def sample(self, ticket: Ticket, masks: TokenMasks) -> None:
+        if self._second is not None:
+            self._second.sample(ticket, masks)
+        super().sample(ticket, masks)
 
     def collect(self, ticket: Ticket) -> StepResult:
         self.collected, self.fallen, self.result = self.in_flight.popleft()[0], self._falling.popleft(), None
         writes = self._writes.popleft()
+        second = None if self._second is None else self._second.collect(ticket)
         result = super().collect(ticket)
+        if self._second is not None:
+            same = second is not None and replace(second, device_seconds=result.device_seconds) == result
+            hold(same, "rank", f"step {ticket.step_id}: {second}, of the first {result}")
         if self.spoil_next is not None and self.spoil_next < len(result.tokens):
             result = replace(result, errors={**result.errors, self.spoil_next: UNUSABLE})
             self.unusable |= writes.get(self.collected.sample_rows[self.spoil_next], set())
@@ -160,8 +171,17 @@ class Device(CheckedExecutor):
 
     def recover(self) -> None:
         super().recover()
+        if self._second is not None:
+            self._second.executor.recover()
         self._accounts.clear()
-        self._only.clear()
+
+    def lose_rows(self) -> None:
+        """With nothing in flight; adapters keep their slots."""
+        ranks = [self, *([] if self._second is None else [self._second.executor])]
+        kept = [dict(each._slots) for each in ranks]
+        self.recover()
+        for each, slots in zip(ranks, kept, strict=True):
+            each._slots.update(slots)
 
     # --- adapters, read one after the other
 
@@ -170,7 +190,12 @@ class Device(CheckedExecutor):
             self.reading.append((order.name, self._setting.reads, not self.damage_next))
             self.damage_next = False
         else:
-            super().control(order)
+            self._tell(order)
+
+    def _tell(self, order: Control) -> None:
+        if self._second is not None and isinstance(order, LoadAdapter | DropAdapter):
+            self._second.control(order)
+        super().control(order)
 
     def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
         while self.reading:
@@ -179,7 +204,7 @@ class Device(CheckedExecutor):
                 self.reading.insert(0, (key, left - 1, whole))
                 break
             if whole:
-                super().control(LoadAdapter(key, ""))
+                self._tell(LoadAdapter(key, ""))
             else:
                 self.damaged.add(key)
                 self._outcomes.append(AdapterOutcome(key, DAMAGED))
@@ -220,9 +245,6 @@ class Device(CheckedExecutor):
                 root(None if new.adapter_slot == NO_SLOT else {**self._slots, **coming}[new.adapter_slot][0]),
                 computed=kept.computed if kept else None,
             )
-            self._only.pop(new.row, None)
-            if new.params.allowed_token_ids is not None:
-                self._only[new.row] = sum(1 << token for token in new.params.allowed_token_ids)
         super()._apply(plan)
         for group, target in zip(plan.copy_group, plan.copy_target, strict=True):
             self.written[group].add(target)
@@ -323,13 +345,6 @@ class Device(CheckedExecutor):
         return seen
 
     def _sample(self, plan: StepPlan, heads: list[Links], allowed: Mapping[int, Sequence[int]]) -> StepResult:
-        """Beside grammars, a request may have said what its tokens may be."""
-        if self._only and heads:
-            takers = zip(plan.sample_work, plan.sample_rows, strict=True)
-            only = {
-                j: [self._only[row]] * len(heads[work]) for j, (work, row) in enumerate(takers) if row in self._only
-            }
-            allowed = {**allowed, **only}
         result = super()._sample(plan, heads, allowed)
         if result.drafted:
             self._settle(plan, result)

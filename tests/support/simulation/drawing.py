@@ -130,6 +130,7 @@ def draw_setting(rng: random.Random, policy: str | None = None) -> Setting:
         held=own.choice((0, 1, 2, 3)),
         reads=own.choice((0, 0, 1, 6)),
         replicas=own.choice((0,) * 19 + (2,)),
+        ranks=own.random() < 0.15,
         step_seconds=step_seconds,
         settled=mostly(0.5),
         journalled=mostly(0.1),

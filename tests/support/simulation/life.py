@@ -265,9 +265,7 @@ class Life:
 
     def _rebuild(self) -> None:
         if not self.core.scheduler.in_flight:
-            adapters = dict(self.device._slots)
-            self.device.recover()
-            self.device._slots.update(adapters)
+            self.device.lose_rows()
             rebuild_rows(self.core.scheduler)
             self.seen["rebuilds"] += 1
 

@@ -35,7 +35,8 @@ class Setting:
     ``acceptance``: how often one is right; ``automatic``: how many is the scheduler's choice. ``adapters``: that may be
     in one step; 0: they are names of prefixes, and nothing else; ``own_blocks``: that they lie in; 0: in those of the
     first group; ``held``: in host memory at once; 0: all of them are there from the start; ``reads``: turns that reading
-    one takes. ``replicas``: of these, the first computes prompts for the others; 0: there is one engine.
+    one takes. ``replicas``: of these, the first computes prompts for the others; 0: there is one engine. ``ranks``: a
+    second one follows the first.
     """
 
     depth: int = 0
@@ -62,6 +63,7 @@ class Setting:
     held: int = 0
     reads: int = 0
     replicas: int = 0
+    ranks: bool = False
     step_seconds: float = 0.0
     settled: bool = True
     journalled: bool = False
