@@ -5,7 +5,7 @@ What lives here: running blocks, and sums over their matrices' inputs. What may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,28 +28,6 @@ from headrace.spec import DecoderSpec
 
 _BLOCK_SIZE = 16  # of the cache that one row's keys and values pass through
 _OTHERS = (r".*",)  # keys that are not this part's
-
-
-class HeldTensors:
-    """A checkpoint in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def keys(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._tensors[key].shape)
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self._tensors[key].dtype
-
-    def read(self, key: str) -> Tensor:
-        return self._tensors[key]
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(slots=True)

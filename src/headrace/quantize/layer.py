@@ -25,7 +25,7 @@ from headrace.models.checkpoint import Checkpoint
 from headrace.models.loader import KeyNames
 from headrace.models.weight_rules import StoredMatrix, disk_name, stored_matrices, weight_rules
 from headrace.quant import Format
-from headrace.quantize.blocks import BlockRunner, HeldTensors, Inputs, Seen
+from headrace.quantize.blocks import BlockRunner, Inputs, Seen
 from headrace.quantize.gptq import output_error
 from headrace.quantize.grid import Grid, fit
 from headrace.sites import Role, Weight, layer_weights
@@ -83,7 +83,7 @@ class Layer:
         self._seen: Seen = {}
 
     def watch(self, rows: Sequence[Tensor]) -> None:
-        block = self._runner.block(self._job.spec, self._index, HeldTensors(self._held))
+        block = self._runner.block(self._job.spec, self._index, self._job.checkpoint)
         self._seen = self._runner.watched(block, rows, _MATRICES, self._stacked)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

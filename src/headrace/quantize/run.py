@@ -24,7 +24,7 @@ from headrace.models.decoder import Decoder
 from headrace.models.loader import KeyNames
 from headrace.models.weight_rules import disk_name, stored_matrices, weight_rules, with_formats
 from headrace.quant.config import read_quantization
-from headrace.quantize.blocks import BlockRunner, HeldTensors
+from headrace.quantize.blocks import BlockRunner
 from headrace.quantize.layer import Job, Layer, Maker, finite
 from headrace.quantize.shards import Shards
 from headrace.sites import Role, is_plain, weights
@@ -72,7 +72,7 @@ def quantize(job: Job, runner: BlockRunner, shards: Shards, tell: Callable[[int]
     if not shards.there(0):
         shards.write(0, _outside(job, target))
     ends = runner.ends(job.checkpoint) if moves else None
-    changed = runner.ends(HeldTensors(shards.read(0)), target) if moves and target.formats else ends
+    changed = runner.ends(shards.opened(0), target) if moves and target.formats else ends
     rows = [] if changed is None else runner.embedded(changed, job.rows)
     after = [] if changed is None else runner.embedded(changed, job.held)
     before = [] if ends is None else runner.embedded(ends, job.held)
@@ -80,7 +80,7 @@ def quantize(job: Job, runner: BlockRunner, shards: Shards, tell: Callable[[int]
         if not shards.there(index + 1):
             shards.write(index + 1, _layer(job, target, index, runner, rows))
         if moves:
-            made = runner.block(target, index, HeldTensors(shards.read(index + 1)))
+            made = runner.block(target, index, shards.opened(index + 1))
             rows, after = runner.run(made, rows), runner.run(made, after)
             before = runner.run(runner.block(job.spec, index, job.checkpoint), before) if job.held else before
         tell(index + 1)

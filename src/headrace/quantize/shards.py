@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.models.checkpoint import DTYPES
+from headrace.models.checkpoint import DTYPES, Checkpoint, MappedFiles, SafetensorsCheckpoint
 from headrace.models.safetensors_file import read_header, write_file
 
 _INDEX = "model.safetensors.index.json"
@@ -39,12 +39,8 @@ class Shards:
         write_file(unfinished, {name: (_NAMES[each.dtype], each.shape, _bytes(each)) for name, each in tensors.items()})
         os.replace(unfinished, self.path(index))
 
-    def read(self, index: int) -> dict[str, Tensor]:
-        data = torch.frombuffer(bytearray(self.path(index).read_bytes()), dtype=torch.uint8)
-        return {
-            name: data[each.start : each.start + each.num_bytes].clone().view(DTYPES[each.dtype]).view(each.shape)
-            for name, each in read_header(self.path(index)).items()
-        }
+    def opened(self, index: int) -> Checkpoint:
+        return _Shard(self.path(index))
 
     def remove(self) -> None:
         for index in range(self.count):
@@ -61,6 +57,13 @@ class Shards:
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}, indent=1)
         (self.folder / _INDEX).write_text(text + "\n")
         return size
+
+
+class _Shard(SafetensorsCheckpoint):
+    """One file, whatever is beside it."""
+
+    def __init__(self, file: Path) -> None:
+        self._entries, self._files = read_header(file), MappedFiles()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

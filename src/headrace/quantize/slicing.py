@@ -24,7 +24,7 @@ from headrace.errors import ConfigError
 from headrace.models.checkpoint import Checkpoint
 from headrace.models.loader import KeyNames
 from headrace.models.weight_rules import weight_rules
-from headrace.quantize.blocks import BlockRunner, HeldTensors
+from headrace.quantize.blocks import BlockRunner
 from headrace.quantize.layer import finite
 from headrace.quantize.run import Judged, judge
 from headrace.quantize.shards import Shards
@@ -78,11 +78,11 @@ class Slicing:
             at = 0 if index is None else index + 1
             if not shards.there(at):
                 shards.write(at, dict(self._tensors(index, basis)))
-        ends, after_ends = runner.ends(self.checkpoint), made.ends(HeldTensors(shards.read(0)))
+        ends, after_ends = runner.ends(self.checkpoint), made.ends(shards.opened(0))
         before, after = runner.embedded(ends, self.held), made.embedded(after_ends, self.held)
         for index in range(self.spec.num_layers):
             before = runner.run(runner.block(self.spec, index, self.checkpoint), before)
-            after = made.run(made.block(self.target, index, HeldTensors(shards.read(index + 1))), after)
+            after = made.run(made.block(self.target, index, shards.opened(index + 1)), after)
             tell(index + 1)
         return judge(ends, after_ends, self.held, before, after) if self.held else None
 
