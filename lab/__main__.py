@@ -26,6 +26,11 @@ class Behind(Benchmark):
 BENCHMARKS: dict[str, Benchmark] = {
     "table": Behind("lab.table", "every row of the performance table, beside its floor and a peer's figure"),
     "truth": Behind("lab.truth", "how true a simulation is here: prices fitted to one load, held against another"),
+    "startup": Benchmark(
+        "lab.startup",
+        "the time from the command until no step is slower than a steady one, by stage",
+        flags="startup.arguments",
+    ),
     "profile": Behind("lab.profile_page", "where a start's time goes and where a step's, on one page"),
     "ranks": Benchmark(
         "lab.ranks", "one model over several numbers of ranks, and their sums alone", model=True, engine=True

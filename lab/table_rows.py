@@ -5,7 +5,7 @@
     mixed           s until the last of many requests of different lengths has ended, all given at once
     shared-prefix   s until the last of many requests that begin with the same ids has ended, all given at once
     answers-NxLxM   ms until each of N prompts of L tokens has M, by that name alone (not in the table)
-    start           s from the command until the engine is ready, the caches of compiled kernels empty (bench startup)
+    start           s from the command until the engine is ready, the caches of compiled kernels empty (lab startup)
     start-warm      the same with what the start before it left in these caches
 
 Lengths that differ are evenly spaced over their range and shuffled, always in the same order: every repeat does the

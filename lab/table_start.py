@@ -1,4 +1,4 @@
-"""The start of a model: ``bench startup`` as a child process, its figures taken over.
+"""The start of a model: ``lab startup`` as a child process, its figures taken over.
 
 What lives here: that call, and the table's start rows. What may not: what a start is made of (startup.py).
 """
@@ -31,8 +31,7 @@ def start_seconds(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
         command = [
             sys.executable,
             "-m",
-            "headrace",
-            "bench",
+            "lab",
             "startup",
             "--repeats",
             str(repeats),
@@ -44,7 +43,7 @@ def start_seconds(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode or not path.exists():
             raise BenchFailed(
-                (done.stderr.strip().splitlines() or [f"bench startup ended with status {done.returncode}"])[-1]
+                (done.stderr.strip().splitlines() or [f"lab startup ended with status {done.returncode}"])[-1]
             )
         seconds: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))["each"]
     return seconds
@@ -65,6 +64,6 @@ def measure_starts(rows: Sequence[Row], flags: Sequence[str], repeats: int) -> t
 def _measured(row: Row, ready: Sequence[float]) -> Measured:
     if not ready:
         return Measured(
-            row.name, row.unit, problem="it started, but its steps never became steady; see headrace bench startup"
+            row.name, row.unit, problem="it started, but its steps never became steady; see python -m lab startup"
         )
     return Measured(row.name, row.unit, tuple(ready))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import startup
-from headrace.bench.startup_child import Round, judge
+from lab.startup_child import Round, judge
 
 STEADY = [Round(float(turn), 0.010, (0.002,) * 100) for turn in range(1, 8)]
 

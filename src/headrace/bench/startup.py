@@ -43,13 +43,14 @@ _IMPORTED = (
 )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, child: str = "headrace.bench.startup_child") -> int:
+    """``child``: the program that times one start."""
     facts = machine_facts(limits_of("localhost"), shape=f"{args.repeats} starts of each kind, median; page cache warm")
     print_facts(facts)
     print()
     each = {
         "headrace --help": [help_seconds() for _ in range(max(5, args.repeats))],
-        **_starts(args.flags, args.repeats),
+        **_starts(child, args.flags, args.repeats),
         **_by_name([served_start(args.flags) for _ in range(args.repeats)]),
     }
     figures = medians(each)
@@ -59,15 +60,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _starts(flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
+def _starts(child: str, flags: Sequence[str], repeats: int) -> dict[str, list[float]]:
     """Starts that found nothing compiled, and the starts after them."""
     cold, warm = [], []
     with bytecode() as installed:
         for _ in range(repeats):
             with tempfile.TemporaryDirectory(prefix="headrace-caches-") as folder:
                 environment = installed | _caches_in(Path(folder))
-                cold.append(in_process(flags, environment))
-                warm.append(in_process(flags, environment))
+                cold.append(in_process(child, flags, environment))
+                warm.append(in_process(child, flags, environment))
     return _by_name(cold, "empty caches: ") | _by_name(warm, "in one process: ")
 
 
@@ -108,30 +109,15 @@ def help_seconds() -> float:
     return time.perf_counter() - begin
 
 
-def in_process(flags: Sequence[str], environment: Mapping[str, str] | None = None) -> dict[str, float]:
+def in_process(child: str, flags: Sequence[str], environment: Mapping[str, str]) -> dict[str, float]:
     """Seconds of each part of an offline start. Raises BenchFailed with the child's last line."""
     begin = time.time()
-    command = [sys.executable, "-m", "headrace.bench.startup_child", str(begin), *flags]
+    command = [sys.executable, "-m", child, str(begin), *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise BenchFailed(f"the engine did not start: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    return _figures(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _figures(child: Mapping[str, Any]) -> dict[str, float]:
-    stages = {f"load the model, {name}": seconds for name, seconds in child["stages"].items()}
-    ready = {} if child["ready"] is None else {"ready": child["ready"]}
-    found = child["readiness"]
-    return {
-        **child["marks"],
-        **stages,
-        **ready,
-        **({} if child["all_kernels"] is None else {"every kernel there": child["all_kernels"]}),
-        "slowest of the first 100 steps": found["slowest_step"],
-        "steady step": found["steady_step"],
-        "a first batch of 64": child["batch"][0],
-        "a later batch of 64": min(child["batch"][1:]),
-    }
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def served_start(flags: Sequence[str]) -> dict[str, float]:
