@@ -39,7 +39,7 @@ from lab.jobs import config_for, flags_of, known_shapes
 from lab.truth_front import front_work
 from lab.truth_judge import Judged, judge, simulated
 from lab.truth_kept import Kept, Measured, keep, read_kept
-from lab.truth_loads import REPEATS, SERVINGS, Loads, Part, loads_for, repeated, sized, suited
+from lab.truth_loads import REPEATS, SERVINGS, Loads, Part, loads_for, repeated, settling, sized, suited
 from lab.truth_routing import popularity_of
 from lab.truth_run import Runner, offline, served
 
@@ -177,6 +177,8 @@ def _taken(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Tak
     loads = loads_for(kind, args.scale, sparse=bench.sparse)
     if args.prices is not None:  # the first serving warms up
         loads = replace(loads, servings=(loads.servings[0], *((),) * (len(loads.servings) - 1)))
+    if args.prices is not None or args.offline:  # of no use
+        loads = loads.unstopped
     with offline(bench.config, folder) if args.offline else served(bench.flags, folder) as runner:
         seen = _measure(bench, loads, runner, args.repeats)
     if bench.sparse and args.repeats:
@@ -221,6 +223,8 @@ def _measure(bench: _Bench, loads: Loads, runner: Runner, repeats: int = REPEATS
         _serve(loads, serving, f"a{number}", runner, seen)
         if not number and repeats:
             seen.held = _sized(bench, loads, runner, seen)
+            for part in settling(seen.held) if bench.kind != "cpu" else ():
+                runner.run(part, f"s.{part.name}")
         if number < repeats:
             say(f"B, {number + 1} of {repeats}")
             _look(bench, seen)

@@ -62,8 +62,11 @@ def simulated(
     """The mean of each figure; one run a way of sending where nothing disturbs steps. ``runs``: measured ones, as
     whose clients sent the requests of a burst they are simulated. ``front``: requests pass one."""
     found, lucks = [], max(1, lucks // part.times)
+    settled = device.kind != "cpu"  # no graphs there
     for asked in [as_sent(part, run) for run in runs] or [part.asked()]:
-        load = Load(asked, seed=part.seed, max_concurrency=part.room, front=front, popularity=popularity)
+        load = Load(
+            asked, seed=part.seed, max_concurrency=part.room, front=front, popularity=popularity, settled=settled
+        )
         for luck in range(lucks):
             report = simulate(spec, config, device, replace(load, luck=luck))
             found.append(report.figures)

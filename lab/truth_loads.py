@@ -20,6 +20,7 @@ from headrace.planner.workload.conversations import Conversation, conversations_
 from headrace.planner.workload.load import Lengths, LoadRequest, arriving, drawn
 
 VOCAB = 1000  # ids of bench serve
+_SETTLING_VOCAB = 700
 _APART = 23  # ids fewer make other prompts
 SERVINGS = 3  # of A
 REPEATS = 2  # of B
@@ -53,6 +54,7 @@ class Part:
     seed: int = 0
     vocabulary: int = VOCAB
     times: int = 1  # in a row: a burst that is over at once says little
+    stopped: bool = False  # the engine, until its front end has handed all on; no steps are of it
 
     def names(self, repeat: int) -> list[str]:
         """Of its runs."""
@@ -109,15 +111,21 @@ class Loads:
     timed: bool
     scale: float
 
+    @property
+    def unstopped(self) -> Loads:
+        kept = tuple(tuple(each for each in serving if not each.stopped) for serving in self.servings)
+        return replace(self, servings=kept)
+
 
 def loads_for(kind: str, scale: float, *, sparse: bool = False) -> Loads:
-    """For a device of that kind. ``scale`` multiplies requests. ``sparse``: nothing of A has a prefix, behind which
+    """For a device of that kind. ``scale`` multiplies requests. ``sparse``: no steps of A are behind a prefix, where
     random weights choose few experts, so that it would say what is wrong of others. Raises ConfigError."""
     if not 0.0 < scale <= 100.0:
         raise ConfigError(f"--scale is {scale:g}; give a number above 0 and up to 100.")
     loads = _cpu_loads(scale) if kind == "cpu" else _card_loads(scale)
     servings = tuple(
-        tuple(_scaled(each, scale) for each in serving if not (sparse and each.prefix)) for serving in loads.servings
+        tuple(_scaled(each, scale) for each in serving if not (sparse and each.prefix and not each.stopped))
+        for serving in loads.servings
     )
     return replace(loads, servings=servings, held=tuple(_scaled(each, scale) for each in loads.held))
 
@@ -132,6 +140,11 @@ def repeated(held: Sequence[Part], repeat: int) -> list[Part]:
     """B once more: the same load of other ids. Every other time backwards, so that the middle of a part's two runs is
     the middle of all."""
     return [replace(part, vocabulary=VOCAB // (repeat + 1)) for part in (reversed(held) if repeat % 2 else held)]
+
+
+def settling(held: Sequence[Part]) -> list[Part]:
+    """B ahead of both: what a card captures when it comes again has come by then. In a simulation, too."""
+    return [replace(part, times=1, vocabulary=_SETTLING_VOCAB) for part in held]
 
 
 def sized(loads: Loads, reached: Mapping[str, float]) -> list[Part]:
@@ -179,13 +192,22 @@ def _cpu_serving(seed: int) -> list[Part]:
         *found,
         Part("long", 2, 700, 12, clients=2, seed=seed + 3),
         Part("mixed", 20, 150, 14, 0.9, clients=5, seed=seed + 4),
+        *_handed_on(96, 480, seed + 6),
     ]
+
+
+def _handed_on(count: int, prefix: int, seed: int) -> list[Part]:
+    """Prompts that differ in length and hardly in what is computed."""
+    short = Part("handed-short", count, 16, 1, seed=seed, stopped=True)
+    return [short, replace(short, name="handed-long", prefix=prefix, seed=seed + 1)]
 
 
 def suited(part: Part, alone_seconds: float) -> Part:
     """A part of A for a machine that one request takes so long: rests before each request where they come evenly, and
     longer answers or more requests on a quick one, whose steps would else be few and all from a part's beginning."""
     times = min(max(QUICK / alone_seconds, 1.0), MOST_TIMES)
+    if part.stopped:
+        return part
     if part.even:
         return replace(
             part, rate=float(f"{RESTING_SHARE / alone_seconds:.3g}"), count=round(part.count * min(times, 2.0))
@@ -216,7 +238,10 @@ def _card_loads(scale: float) -> Loads:
     # Last of the first serving: before, an engine that finds itself idle still captures graphs ahead.
     single = (Part("single", 10, 300, 6, 0.9, clients=1, seed=5),)
     return Loads(
-        tuple(tuple(fitted[number::SERVINGS]) + (() if number else single) for number in range(SERVINGS)),
+        tuple(
+            (*fitted[number::SERVINGS], *_handed_on(200, 2032, 50 + 2 * number), *(() if number else single))
+            for number in range(SERVINGS)
+        ),
         held,
         ("single",),
         timed=False,

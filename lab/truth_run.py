@@ -7,11 +7,14 @@ What lives here: starting, loading and stopping. What may not: loads (truth_load
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import json
 import math
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,15 +28,18 @@ from headrace.bench.serve import measure_load
 from headrace.config import EngineConfig
 from headrace.observe.report import write_json
 from headrace.planner.runs import RecordedRun, read_run
+from headrace.planner.workload.conversations import Conversation
 from headrace.planner.workload.statistics import Sample, summarise
 from lab.own_server import own_server
+from lab.truth_front import HANDED_ON
 from lab.truth_loads import Part
 
 _PRIMES = 7919
 ANSWERED = 600.0  # s: a request that takes longer has failed
 TAIL = 1 << 16  # bytes of a trace that hold its last step
 _STEP = re.compile(rb'"step":(\d+)\b')
-SETTLES = 0.3  # s after a part until its last steps are in the trace
+QUIET, QUIET_SHARE = 0.1, 0.05  # s between looks at a front end, and how busy one is that has handed all on
+SETTLES = 0.12  # s after a part until its last steps are in the trace
 Figures = dict[str, Any]
 
 
@@ -53,7 +59,7 @@ class Runner:
         self.bench(part, path)
         time.sleep(SETTLES)
         begin, self.until = self.until, _steps_so_far(self.trace)
-        self.spans[name] = range(begin, self.until)
+        self.spans[name] = range(self.until if part.stopped else begin, self.until)
         found: Figures = json.loads(path.read_text(encoding="utf-8"))
         return found
 
@@ -95,14 +101,59 @@ async def _load(url: str, part: Part, path: Path) -> None:
     """As ``headrace bench serve``, without its process: sixty of them would take longer to start than to measure."""
     client = HttpClient(url, timeout=ANSWERED)
     room = float(part.room) if part.room is not None else math.inf
-    generator = LoadGenerator(client, await first_model(client), "completions", room, as_ids=True, reads_late=True)
+    kind = _Stopped if part.stopped else LoadGenerator
+    generator = kind(client, await first_model(client), "completions", room, as_ids=True, reads_late=True)
     conversations = part.conversations(0, part.vocabulary)
     await client.open(part.room or 0)
     gc.collect()
     gc.freeze()  # a collection amid a load takes this client 80 ms
     outcome = await measure_load(client, generator, conversations)
     busy = {"client_cpu_share": outcome.cpu_seconds / outcome.seconds}
+    if isinstance(generator, _Stopped) and generator.handed_on is not None:
+        busy[HANDED_ON] = generator.handed_on
     _write(path, outcome.samples, outcome.seconds, outcome.step_figures | busy)
+
+
+class _Stopped(LoadGenerator):
+    """Stops the engine of the server that is this process's child until its front end has handed all on: ``handed_on``,
+    CPU seconds of that; None where this machine does not tell. A front end does as much again for an answer's end."""
+
+    handed_on: float | None = None
+
+    async def run(self, conversations: Sequence[Conversation]) -> None:
+        try:
+            front = _child_of(os.getpid(), b"serve")
+            engine = _child_of(front, b"headrace.engine.process")
+            begin = _cpu_of(front)
+        except (OSError, StopIteration):
+            await super().run(conversations)
+            return
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            running, last = asyncio.create_task(super().run(conversations)), begin
+            await asyncio.sleep(QUIET)
+            while (now := _cpu_of(front)) - last > QUIET_SHARE * QUIET:
+                last = now
+                await asyncio.sleep(QUIET)
+            self.handed_on = last - begin
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        await running
+
+
+def _child_of(parent: int, named: bytes) -> int:
+    """Raises OSError, or StopIteration where there is none."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            of = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if of == parent and named in (folder / "cmdline").read_bytes():
+                return int(folder.name)
+    raise StopIteration
+
+
+def _cpu_of(process: int) -> float:
+    """Seconds, of all its threads; CPUCLOCK_SCHED of such a process is a clock."""
+    return time.clock_gettime((~process << 3) | 2)
 
 
 def _write(path: Path, samples: Sequence[Sample], seconds: float, steps: Mapping[str, float]) -> None:

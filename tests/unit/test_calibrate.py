@@ -61,7 +61,7 @@ from headrace.planner.workload.statistics import Sample, summarise
 from headrace.quant.scaled import WHOLE, ScaledWeight
 from headrace.request import NewRow, SamplingParams, StepPlan, StepResult
 from headrace.spec import DecoderSpec, LayerSpec, RopeSpec, kv_groups
-from lab.truth_front import front_work
+from lab.truth_front import HANDED_ON, front_work
 from tests.support.board import steps_page
 from tests.support.hash_engine import create_core
 
@@ -488,6 +488,18 @@ def test_a_front_ends_work_is_found_again(tmp_path: Path) -> None:
     assert (work.request, work.prompt_token) == pytest.approx((1e-3, 2e-6), rel=0.05)
     assert (work.output_token, work.message, work.step) == pytest.approx((1e-6, 1e-5, 3e-5), rel=0.05)
     assert front_work(paths[:3]) is None
+    for path in paths:  # as the front end counts its messages, whose tokens a client may read at one time
+        row = json.loads(path.read_text())
+        row |= {"messages": len(set(row["requests"][0]["arrivals"])), "requests": []}
+        path.write_text(json.dumps(row | {"front_cpu_seconds": row["front_cpu_seconds"] + 5e-4 * row["completed"]}))
+        handed_on = row["completed"] * 1e-3 + row["total_input_tokens"] * 2e-6
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | ({HANDED_ON: handed_on} if path in paths[1:3] else {}))
+        )
+    work = front_work(paths)
+    assert work is not None
+    assert (work.request, work.prompt_token, work.ended) == pytest.approx((1e-3, 2e-6, 5e-4), rel=0.05)
+    assert (work.output_token, work.message, work.step) == pytest.approx((1e-6, 1e-5, 3e-5), rel=0.05)
 
 
 def test_prompts_of_one_length_give_one_number() -> None:

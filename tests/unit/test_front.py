@@ -8,7 +8,7 @@ import pytest
 
 from headrace.cost.prices import FrontPrices, FrontWork
 from headrace.planner.drive import READ, FrontEnd
-from headrace.request import SequenceOutput, TokenOutputs
+from headrace.request import Finished, FinishReason, SequenceOutput, TokenOutputs
 
 WORK = FrontWork(request=1.0, prompt_token=0.1, output_token=0.01, message=0.2, step=0.5)
 
@@ -68,6 +68,13 @@ def test_tokens_of_several_steps_are_one_message_a_request() -> None:
     messages, _ = end.turn()
     assert [[each.token_ids for each in outputs] for _, outputs in messages] == [[(7,)], [(8,), (9,)]]
     assert [at - begun for at, _ in messages] == pytest.approx([0.5 + 0.21, 0.5 + 0.21 + 0.22])
+
+
+def test_what_a_front_end_does_for_an_answer_that_has_ended_comes_behind_its_last_token() -> None:
+    end = FrontEnd(FrontPrices(1.0, 0.0, FrontWork(message=0.2, ended=0.7)))
+    end.bring(0.0, [SequenceOutput(0, 0, (5,), finished=Finished(FinishReason.LENGTH)), output(1, 6)])
+    messages, _ = end.turn()
+    assert [at for at, _ in messages] == pytest.approx([0.2, 0.2 + 0.7 + 0.2])
 
 
 def test_prices_that_say_nothing_of_work_take_a_request_wholly_and_tokens_not_at_all() -> None:

@@ -152,7 +152,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "commands.quantize": {"torch"},
     "bench": CORE,
     "bench.experts": {"numpy"},
-    "bench.load": {"httptools"},
+    "bench.load": {"httptools", "msgspec"},
     "observe": set(),
     "observe.report": {"matplotlib"},
     "server": {"httptools", "uvloop", "msgspec"},

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.planner.workload.conversations import Conversation, Turn, as_text
@@ -238,9 +239,6 @@ def error_message(body: bytes) -> str:
         return repr(body[:100])
 
 
-READ_BYTES = 1 << 16
-
-
 class BrokenAnswer(Exception):
     """An answer that was incomplete or malformed."""
 
@@ -275,14 +273,14 @@ class HttpClient:
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._timeout = timeout
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[_Connection] = []
         self._headers = f"Host: {parts.netloc}\r\nAccept: */*\r\n" + (
             f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         )
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
         """Raises OSError, TimeoutError or BrokenAnswer."""
-        data = json.dumps(body).encode()
+        data = msgspec.json.encode(body)  # json takes 0.2 ms for 2,000 ids, in which nobody sees what comes
         head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         return await asyncio.wait_for(self._exchange(head.encode() + data), self._timeout)
 
@@ -297,84 +295,116 @@ class HttpClient:
         self._idle += await asyncio.gather(*(self._connect() for _ in range(count)))
 
     async def close(self) -> None:
-        for _, writer in self._idle:
-            writer.close()
+        for connection in self._idle:
+            connection.close()
         self._idle.clear()
 
     async def _exchange(self, request: bytes) -> Answer:
         reused = bool(self._idle)
-        reader, writer = self._idle.pop() if reused else await self._connect()
+        connection = self._idle.pop() if reused else await self._connect()
         try:
-            writer.write(request)
-            answer, keep = await _Reading().run(reader)
+            answer = await connection.exchange(request)
         except BaseException as error:
-            writer.close()
+            connection.close()
             # closed by the server while it lay idle
             if reused and isinstance(error, (ConnectionError, asyncio.IncompleteReadError)):
                 return await self._exchange(request)
             if isinstance(error, asyncio.IncompleteReadError):
                 raise BrokenAnswer("the server closed the connection before it answered") from error
             raise
-        if keep:
-            self._idle.append((reader, writer))
+        if connection.kept:
+            self._idle.append(connection)
         else:
-            writer.close()
+            connection.close()
         return answer
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self.host, self.port, ssl=self._tls)
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(_Connection, self.host, self.port, ssl=self._tls))[1]
 
 
-class _Reading:
-    """One answer being read: the parser's callbacks."""
+class _Connection(asyncio.Protocol):
+    """One answer after the other, each read as it comes: by way of a stream and a task, a busy client would see tokens
+    later. Also the parser's callbacks. ``kept``: it can be used again."""
+
+    _transport: asyncio.Transport
 
     def __init__(self) -> None:
-        self.answer = Answer(0, "")
-        self.done = False
-        self.parser = httptools.HttpResponseParser(self)
-        self._kept = False
+        self.kept = False
+        self._answer = Answer(0, "")
+        self._waiter: asyncio.Future[Answer] | None = None  # for the whole answer
+        self._parser: Any = None
         self._framed = False  # the body's end is told by its length or its chunks, not by the connection's
         self._buffer = b""  # of the body, up to the last whole event
 
-    async def run(self, reader: asyncio.StreamReader) -> tuple[Answer, bool]:
-        """The answer, and whether the connection can be reused. Raises BrokenAnswer; IncompleteReadError if nothing was
-        received."""
-        while not self.done and (data := await reader.read(READ_BYTES)):
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserError as error:
-                raise BrokenAnswer(f"not an HTTP/1.1 answer: {error} at {data[:60]!r}") from error
-        if not self.done:
-            self._ended()
-        if not self._is_stream:
-            self.answer.body = self._buffer
-        return self.answer, self._kept
+    async def exchange(self, request: bytes) -> Answer:
+        """Raises BrokenAnswer or OSError; IncompleteReadError if nothing was received."""
+        if self._transport.is_closing():
+            raise ConnectionResetError("the server has closed the connection")
+        self._answer, self._buffer, self._framed, self.kept = Answer(0, ""), b"", False, False
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiter = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
 
-    def _ended(self) -> None:
-        if not self.answer.status:
-            raise asyncio.IncompleteReadError(b"", None)
-        if self._framed:
-            raise BrokenAnswer("the connection broke in the middle of the answer")
+    def close(self) -> None:
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        if self._waiter is None:  # nothing was asked
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(BrokenAnswer(f"not an HTTP/1.1 answer: {error} at {data[:60]!r}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self._fail(exc)
+        elif not self._answer.status:
+            self._fail(asyncio.IncompleteReadError(b"", None))
+        elif self._framed:
+            self._fail(BrokenAnswer("the connection broke in the middle of the answer"))
+        else:
+            self._end()
+
+    def _fail(self, error: Exception) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error)
+
+    def _end(self) -> None:
+        if not self._is_stream:
+            self._answer.body = self._buffer
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(self._answer)
 
     @property
     def _is_stream(self) -> bool:
-        return self.answer.content_type.startswith("text/event-stream")
+        return self._answer.content_type.startswith("text/event-stream")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key = name.lower()
         if key == b"content-type":
-            self.answer.content_type = value.decode("latin-1")
+            self._answer.content_type = value.decode("latin-1")
         self._framed |= key in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
-        self.answer.status = self.parser.get_status_code()
+        self._answer.status = self._parser.get_status_code()
 
     def on_body(self, data: bytes) -> None:
         self._buffer += data
         if self._is_stream:
             now = time.perf_counter()
             *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
-            self.answer.events += [(now, event[5:].strip()) for event in events if event.startswith(b"data:")]
+            self._answer.events += [(now, event[5:].strip()) for event in events if event.startswith(b"data:")]
 
     def on_message_complete(self) -> None:
-        self.done, self._kept = True, self.parser.should_keep_alive()
+        self.kept = self._parser.should_keep_alive()
+        self._end()

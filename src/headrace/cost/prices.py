@@ -65,14 +65,15 @@ class HostPrices:
 
 @dataclass(frozen=True, slots=True)
 class FrontWork:
-    """CPU seconds of a front end's one event loop: per request, prompt token, output token, message (tokens of one
-    request, sent on together) and step."""
+    """CPU seconds of a front end's one event loop: per request and prompt token until the engine has it, output token,
+    message (tokens of one request, sent on together), step, and request that has ended: its last events, its count."""
 
     request: float = 0.0
     prompt_token: float = 0.0
     output_token: float = 0.0
     message: float = 0.0
     step: float = 0.0
+    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,11 @@ class FrontPrices:
     def sending(self, tokens: int) -> float:
         """One message of so many tokens."""
         return self.work.message + self.work.output_token * tokens if self.work is not None else 0.0
+
+    @property
+    def ending(self) -> float:
+        """An answer, behind its last message."""
+        return self.work.ended if self.work is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)

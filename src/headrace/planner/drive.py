@@ -73,6 +73,7 @@ class FrontEnd:
         for outputs in _by_request(brought):
             now += prices.sending(sum(len(output.token_ids) for output in outputs))
             messages.append((now, outputs))
+            now += prices.ending if outputs[-1].finished is not None else 0.0
         work = [prices.working(tokens) for _, tokens in taken]
         now += READ * sum(work)
         through = accumulate(((1.0 - READ) * each for each in work), initial=now)

@@ -39,7 +39,8 @@ from headrace.speculative.settings import SpeculativeSettings, read_settings
 class Load:
     """What comes, and what it is held against. ``limits``: of goodput, in seconds by name. ``popularity``: how often
     tokens pick each expert; empty: evenly. ``front``: requests pass a front end, where one was measured. ``luck``: the
-    seed of what comes between steps, where that was measured."""
+    seed of what comes between steps, where that was measured. ``settled``: the engine has served the same before, so
+    that graphs which are captured when a shape comes again are there."""
 
     asked: Sequence[LoadRequest]
     seed: int = 0
@@ -51,6 +52,7 @@ class Load:
     front: bool = True
     draft: DraftOn | None = None
     luck: int = 0
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +96,22 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     promise = config.scheduler.max_step_seconds
     draft_seconds = None if load.draft is None else _placed_draft(load.draft, config)
     recorders = [StepRecorder(each.cost_model, capacity=1, promise=promise) for each in each_found]
-    replicas = [
-        create_core(info, config, each.step_time, recorder, each.pricing.disturbances(load.luck), draft_seconds)
-        for each, recorder in zip(each_found, recorders, strict=True)
-    ]
-    cores, (core, executor) = [each for each, _ in replicas], replicas[0]
-    check_lengths(load.asked, core.scheduler.max_sequence_tokens)
-    ids = Prompts(load.asked, executor.answer_ids, vocab_size=spec.vocab_size, seed=load.seed)
     front = pricing.front if load.front else None
-    router = create_router(config, info) if count > 1 else None
-    between = None
-    if router is not None and config.device.prefill_replicas:
-        between = Between(cores, config.device, router, Targets.of(config.scheduler), device.host_bandwidth)
-    outcome = Drive(
-        cores, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front, router=router, between=between
-    ).run()  # fmt: skip
+    for _ in range(1 + load.settled):
+        replicas = [
+            create_core(info, config, each.step_time, recorder, each.pricing.disturbances(load.luck), draft_seconds)
+            for each, recorder in zip(each_found, recorders, strict=True)
+        ]
+        cores, (core, executor) = [each for each, _ in replicas], replicas[0]
+        check_lengths(load.asked, core.scheduler.max_sequence_tokens)
+        ids = Prompts(load.asked, executor.answer_ids, vocab_size=spec.vocab_size, seed=load.seed)
+        router = create_router(config, info) if count > 1 else None
+        between = None
+        if router is not None and config.device.prefill_replicas:
+            between = Between(cores, config.device, router, Targets.of(config.scheduler), device.host_bandwidth)
+        outcome = Drive(
+            cores, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front, router=router, between=between
+        ).run()  # fmt: skip
     counts = [executor.counts for _, executor in replicas]
     figures = figures_of(outcome, cores, counts, device, found.dtype, load.limits or {}, load.percentiles)
     if between is not None:
