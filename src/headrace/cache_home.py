@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def cache_home() -> Path:
-    """``XDG_CACHE_HOME``, else ``.cache`` at home; one among temporary files where nobody knows a home (a container's
+    """``XDG_CACHE_HOME``, else ``.cache`` at home; one among temporary files where there is no home (a container's
     user without an entry)."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given)

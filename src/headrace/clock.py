@@ -34,7 +34,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """Time that passes only when somebody sleeps: simulations and tests run as fast as they compute."""
+    """Time that passes only while a caller sleeps: simulations and tests run as fast as they compute."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

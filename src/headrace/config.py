@@ -493,7 +493,7 @@ class DeviceConfig:
             )
         if prefill and prefill >= replicas:
             raise ConfigError(
-                f"prefill_replicas is {prefill} and data_parallel_size {replicas}: nobody would answer; give at most {replicas - 1}, "
+                f"prefill_replicas is {prefill} and data_parallel_size {replicas}: none would answer; give at most {replicas - 1}, "
                 f"or {prefill + 1} replicas."
             )
         if prefill and self.num_ranks > 1:

@@ -107,7 +107,7 @@ class StepFailed(HeadraceError):
 
 
 class StepLost(StepFailed):
-    """A step that can be computed again: it is nobody's failure."""
+    """A step that can be computed again: no request fails of it."""
 
 
 class ModerationFailed(HeadraceError):

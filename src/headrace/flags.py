@@ -143,7 +143,7 @@ class CommandParser(argparse.ArgumentParser):
         return self._format_help(self.rare) + more
 
     def _format_help(self, hidden: set[str]) -> str:
-        """A usage line that lists dozens of flags helps nobody: they follow, one by one."""
+        """A usage line of dozens of flags cannot be read: they follow, one by one."""
         said = {each: each.help for each in self._actions if each.dest in hidden}
         for each in said:
             each.help = argparse.SUPPRESS

@@ -449,7 +449,7 @@ class LoRARequest:
 class FinishReason(str, Enum):
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"  # the client left: nobody is told
+    ABORT = "abort"  # the client left
     ERROR = "error"
 
 
@@ -483,7 +483,7 @@ class StepPlan:
     taken from the worker's row, where the step that sampled it wrote it. ``sample_work[j]`` indexes ``rows``: the
     logits of that chunk's last token give one new token to row ``sample_rows[j]`` (n > 1: one chunk, several rows).
     ``sample_back``: how far before its chunk's last token each sample reads its logits; empty: all read the last one's.
-    ``drafts``: by chunk, how many of its tokens, the last ones, nobody has sampled: the worker proposes them (or fewer,
+    ``drafts``: by chunk, how many of its tokens, the last ones, have not been sampled: the worker proposes them (or fewer,
     and then the chunk is as much shorter), and samples behind each as well as before the first. What it would have
     sampled anyway is accepted, up to the first that differs. A chunk that is proposed whole goes on behind drafts in
     flight, from what is guessed to be sampled there: where that turns out wrong, its row gets nothing. Where it is not
@@ -547,7 +547,7 @@ class TokenLogprobs:
 
 
 class Singles(Seq[tuple[int, ...]]):
-    """One token of each of many samples, as a column: a tuple is made when somebody looks at it."""
+    """One token of each of many samples, as a column: a tuple is made when it is read."""
 
     __slots__ = ("column",)
 
@@ -661,7 +661,7 @@ class SequenceOutput(NamedTuple):
     """
 
     request_id: int
-    index: int  # type: ignore[assignment]  # 0 … n-1; hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # 0 … n-1; hides tuple.index, which is not used
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -672,8 +672,8 @@ class SequenceOutput(NamedTuple):
 
 
 class TokenOutputs(Seq[SequenceOutput]):
-    """One new token for each of many sequences and nothing else, as columns: an output is made when somebody looks at
-    it."""
+    """One new token for each of many sequences and nothing else, as columns: an output is made when it is
+    read."""
 
     __slots__ = ("indices", "request_ids", "tokens")
 

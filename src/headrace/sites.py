@@ -2,7 +2,7 @@
 
 What lives here: names, shapes, and what is computed with each. What may not: torch, names on disk
 (models/weight_rules.py), what formats mean (quant/). What one makes of a weight is told from its row here. Who wants a
-width, or bytes, asks for them; nobody else derives any.
+width, or bytes, asks for them; no other module derives any.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class PoolingSpec:
 
     ``kind``: of its hidden states after the last norm, that of its "last" token, of its first ("cls"), or their "mean".
     ``normalize``: to length 1 (embeddings). ``tokens``: of TOKENS, the one that speaks for a match and the one that
-    speaks against it. ``sigmoid``: of a score, where nobody asks for the logit itself. ``width``: numbers of a result.
+    speaks against it. ``sigmoid``: of a score, where the logit itself is not asked for. ``width``: numbers of a result.
     """
 
     kind: str = "last"
@@ -343,7 +343,7 @@ ADDRESS_UNIT = 8  # elements that an address of an adapter's factors counts: vec
 @dataclass(frozen=True, slots=True)
 class AdapterSpace:
     """How a device holds adapters: up to ``slots`` at once, ``most`` of them in one step, in so many ``blocks`` of
-    their own; 0: in blocks of the first KV group. ``block_bytes``: of each, on one device; 0: nobody knows."""
+    their own; 0: in blocks of the first KV group. ``block_bytes``: of each, on one device; 0: unknown."""
 
     slots: int
     most: int

@@ -74,7 +74,7 @@ class LoadGenerator:
         reads_late: bool = False,
     ) -> None:
         """``extra``: goes with each request. ``reads_late``: answers are read once all have ended, for reading one takes
-        half a millisecond in which nobody sees what comes of the others; not where what was answered is sent again."""
+        half a millisecond in which arrivals of the others are not seen; not where what was answered is sent again."""
         self._extra = extra or {}
         self._unread: list[tuple[Sample, Answer]] | None = [] if reads_late else None
         self.samples: list[Sample] = []

@@ -120,7 +120,7 @@ def _free_memory(device: str) -> int:
 
 
 def _with_cache(member: MemberConfig, budget: int) -> MemberConfig:
-    """Nobody's KV cache takes what is left: the others' memory is left, too."""
+    """No model's KV cache takes all that is free, which is the other models' memory, too."""
     cache = member.engine.cache
     if cache.kv_cache_memory is not None or cache.num_blocks is not None:
         return member

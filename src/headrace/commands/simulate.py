@@ -155,7 +155,7 @@ def _draft(args: argparse.Namespace, config: EngineConfig) -> DraftOn | None:
 
 
 def _linked(args: argparse.Namespace, config: EngineConfig, device: Device) -> Device:
-    """With the link that ranks have. Raises ConfigError where nobody knows it, or there are no ranks."""
+    """With the link that ranks have. Raises ConfigError where it is unknown, or there are no ranks."""
     ranks, asked = config.device.num_ranks, args.link_bandwidth is not None or args.link_latency is not None
     if asked and ranks == 1:
         raise ConfigError(
@@ -165,7 +165,7 @@ def _linked(args: argparse.Namespace, config: EngineConfig, device: Device) -> D
         return device
     if device.link is None and args.link_bandwidth is None:
         raise ConfigError(
-            f"Nobody knows the link between {ranks} times {device.name}; give it with --link-bandwidth, like 300GB."
+            f"The link between {ranks} times {device.name} is unknown; give it with --link-bandwidth, like 300GB."
         )
     known = device.link or Link(args.link_bandwidth, MEETING_SECONDS)
     latency = known.latency if args.link_latency is None else args.link_latency * 1e-6

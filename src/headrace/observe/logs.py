@@ -57,16 +57,16 @@ class NonBlockingStderr(io.RawIOBase):
         self._torn = False  # what was lost began in the middle of a line
         self._waited = 0.0  # when it last waited
         self._lock = threading.Lock()
-        self._waits_for_nobody = False
+        self._nonblocking = False
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             with contextlib.suppress(OSError):  # another user's, who does not let us: it is asked before each write
                 self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-                self._waits_for_nobody = True
+                self._nonblocking = True
 
     def write(self, data: Any) -> int:
         with self._lock:
-            notice = b"... %d lines are missing here: nobody read them\n" % self._lost if self._lost else b""
+            notice = b"... %d lines are missing here: they were not read in time\n" % self._lost if self._lost else b""
             text = b"\n" * self._torn + notice + data
             taken = self._take(text)
             if taken >= len(text) - len(data):
@@ -85,8 +85,8 @@ class NonBlockingStderr(io.RawIOBase):
 
     def _write(self, piece: bytes) -> bool:
         try:
-            return (self._waits_for_nobody or self._is_ready(0)) and os.write(self._descriptor, piece) == len(piece)
-        except OSError:  # full, or nobody is there any more
+            return (self._nonblocking or self._is_ready(0)) and os.write(self._descriptor, piece) == len(piece)
+        except OSError:  # full, or the reader is gone
             return False
 
     def _is_ready(self, milliseconds: int) -> bool:

@@ -49,7 +49,7 @@ def finer_layer(layer: int, layers: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GGUFRecipe(Maker):
-    """``types``: of each matrix, by its name on disk. Blocks are no grid: ``grid`` is nobody's."""
+    """``types``: of each matrix, by its name on disk. Blocks are no grid: ``grid`` is not used."""
 
     types: Mapping[str, str] = field(repr=False, kw_only=True)
 

@@ -37,7 +37,7 @@ from headrace.server.wire import encode, error_object
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 256
-WAITING_BYTES = 64 * 1024  # of a body that nobody takes, or of an answer for a client before its answer does
+WAITING_BYTES = 64 * 1024  # of a body that no handler reads, or of an answer for a client before its answer does
 KEEP_ALIVE_SECONDS = 60  # without a request
 HEADER_SECONDS = 20.0  # from a connection's or a request's first moment to the end of its headers
 UNREAD_SECONDS = 65.0  # and
@@ -219,7 +219,7 @@ class Connection(asyncio.Protocol):
         path = unquote(url.path.decode("ascii"))
         exchange = Exchange(self, method.decode("ascii"), path, url.query or b"", self._headers, version)
         exchange.keep_alive = version != "1.0" and self._parser.should_keep_alive()
-        self._headers = []  # trailers, which nobody reads, are not added to what has been judged
+        self._headers = []  # trailers, which are not used, are not added to what has been judged
         self._read = exchange
         if self._answered is None:
             self._start(exchange)
@@ -297,7 +297,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def _linger(self) -> None:
-        """Closes when the client has: closing on data that nobody has read is a reset, which destroys an answer on
+        """Closes when the client has: closing on unread data is a reset, which destroys an answer on
         its way."""
         if not self._connections.may_linger(self):
             self.transport.close()
@@ -444,14 +444,14 @@ LEAVE_SECONDS = 0.001  # then it takes one;
 # after so many in a row it takes twice as many each time: another that waits for a core still gets its share
 PATIENCE = 16
 HANDSHAKE_SECONDS = 10.0  # that a client has for TLS
-MAX_HANDSHAKES = 256  # under way; the oldest gives way to the next, so that clients who never finish keep nobody out
+MAX_HANDSHAKES = 256  # under way; the oldest gives way to the next, so that clients who never finish block no others
 SHUTDOWN_SECONDS = 2.0  # for its last word in TLS
 FULL_SECONDS = 0.1  # without descriptors or memory: until some are free again
 _FULL = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 class Acceptor:
-    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are everybody's; ``tls``: None is
+    """``create`` makes a protocol for each connection; ``page`` is ours, ``pages`` are those of all front ends; ``tls``: None is
     plain."""
 
     def __init__(
@@ -508,7 +508,7 @@ class Acceptor:
 
     def _take(self, count: int) -> bool:
         """False where there is no room for a connection: it waits in the kernel."""
-        # those hold descriptors, too, and nobody has given way to them yet
+        # those hold descriptors, too, and none has given way to them yet
         under_way = 0 if self._tls else len(self._tasks)
         for _ in range(min(count, AT_ONCE - under_way)):
             try:

@@ -50,7 +50,7 @@ class Exchange:
         self.keep_alive = False  # the connection is for more requests than this
         self.received = bytearray()  # what has come of its body and was not taken
         self.more_body = True  # its end has not come
-        self.whole: bytearray | None = None  # all of it, where somebody has looked into it before its route reads it
+        self.whole: bytearray | None = None  # all of it, where it was looked into before its route reads it
         self._came = asyncio.Event()  # more of it, its end, or the connection's
         self._expects = (self.header(b"expect") or b"").lower() == b"100-continue"  # it waits to be asked for its body
         self._watched = False  # a client that leaves ends this exchange

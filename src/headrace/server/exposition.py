@@ -48,8 +48,8 @@ class CounterPage:
     live: int = _cell(0)  # places of the queue that its requests hold
     connections: int = _cell(1)
     turns: int = _cell(2)  # grows while its event loop turns
-    up: int = _cell(3)  # somebody accepts connections here
-    served: int = _cell(4)  # somebody here has had the engine, this one or one that it replaced
+    up: int = _cell(3)  # a front end accepts connections here
+    served: int = _cell(4)  # a front end here has had the engine, this one or one that it replaced
 
     def __init__(self, memory: memoryview | None = None) -> None:
         whole = memoryview(bytearray(_PAGE_BYTES)) if memory is None else memory

@@ -243,7 +243,7 @@ async def _blame_tool(service: Service, tools: Schemas, error: InvalidRequest, t
 def priced(
     service: Service, prepared: list[Request], options: AnswerOptions, body: GeneratingBody, echoed: Sequence[str]
 ) -> tuple[list[Request], Price]:
-    """What the answer costs at most; shorter, where nobody has said how long it may be. Raises InvalidRequest where it
+    """What the answer costs at most; shorter, where the request has no limit. Raises InvalidRequest where it
     is too much."""
     echo = [len(text) if text.isascii() else 6 * len(text) for text in echoed]  # in JSON, at most about
     cost = price(prepared, options, stream=body.stream, echo=echo)

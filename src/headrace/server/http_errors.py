@@ -16,7 +16,7 @@ class HttpError(HeadraceError):
 
 
 class Forbidden(HttpError):
-    """A foreign Host or Origin: a browser was led here by somebody else's page."""
+    """A foreign Host or Origin: a browser was led here by another site's page."""
 
     status = 403
     type = "permission_error"
@@ -51,7 +51,7 @@ class HeadersTooLarge(HttpError):
 
 
 class ClientLeft(HttpError):
-    """The client closed its connection; nobody reads this. The status is the access log's."""
+    """The client closed its connection and reads nothing more. The status is the access log's."""
 
     status = 499
 

@@ -144,7 +144,7 @@ class Inflight:
             del self._ended[:-MAX_ENDED]
 
     def find(self, name: str, tenant: str) -> TrackedRequest | None:
-        """None for an unknown one, and alike for somebody else's."""
+        """None for an unknown one, and for another tenant's."""
         job = self._jobs.get(name)
         return job if job is not None and job.tenant == tenant else None
 
@@ -179,7 +179,7 @@ async def show_request(service: Service, exchange: Exchange) -> None:
 
 
 async def progress_of(service: Service, name: str, tenant: str) -> Json | None:
-    """A request of this service; None for an unknown one, and alike for somebody else's."""
+    """A request of this service; None for an unknown one, and for another tenant's."""
     job = service.observed.inflight.find(name, tenant)
     if job is None:
         return None

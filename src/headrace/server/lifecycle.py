@@ -68,7 +68,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def bind_unix(path: str, mode: int) -> socket.socket:
-    """A Unix socket. One that nobody listens on any more is replaced, any other file is left alone."""
+    """A Unix socket. One without a listener is replaced, any other file is left alone."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if _is_abandoned(path):
@@ -137,7 +137,7 @@ class Signals:
         return bool(self.count)
 
     def _on_signal(self, kind: signal.Signals) -> None:
-        if kind != signal.SIGHUP or not self.count:  # both the terminal and its shell send one: nobody is in a hurry
+        if kind != signal.SIGHUP or not self.count:  # the terminal and its shell both send one: that is no hurry
             self.count += 1
         self.came.set()
 

@@ -253,7 +253,7 @@ def are_keys(config: ServerConfig) -> bool:
 
 
 def tenant_of(config: ServerConfig, key: str, user: str, adapter: str | None = None) -> str:
-    """``key``: the name of the one that was sent. Users of several keys are told apart by key: nobody takes another
+    """``key``: the name of the one that was sent. Users of several keys are told apart by key: none takes another
     key's share."""
     if are_keys(config):
         return key
@@ -379,7 +379,7 @@ def _why(parts: dict[str, int], fixed: int, tokens: int, scores: int, requests: 
 
 
 def shortened(requests: Sequence[Request], cost: Price, limit: int) -> list[Request]:
-    """With as many tokens as an answer of ``limit`` bytes holds, where nobody asked for a number of them."""
+    """With as many tokens as an answer of ``limit`` bytes holds, where the request does not limit them."""
     if cost.answer <= limit or cost.fixed >= limit:
         return list(requests)
     most = max(
@@ -393,7 +393,7 @@ def shortened(requests: Sequence[Request], cost: Price, limit: int) -> list[Requ
 
 class Budget:
     """Of one front end. ``each``: bytes of an answer, at most. What an answer holds up to ``free`` bytes is counted and
-    never refused, so that large answers keep nobody from small ones."""
+    never refused, so that large answers never block small ones."""
 
     def __init__(self, each: int, total: int, queue: int) -> None:
         self.each = min(each, total)
@@ -584,7 +584,7 @@ class Bodies:
         deadline = time.perf_counter() + WHOLE_SECONDS
         while more:
             if received > _PATIENT_BYTES:
-                # one goes on in each turn of the event loop: a crowd of large bodies leaves most of it to the streams
+                # one goes on in each turn of the event loop: many large bodies leave most of it to the streams
                 async with self._turn:
                     await asyncio.sleep(0)
             piece = await _receive_piece(exchange, deadline)

@@ -1,6 +1,6 @@
 """The face in the browser: the chat at ``/``, the dashboard at ``/dashboard``, and the files they are made of.
 
-Both are static and hold no data: whatever they show they fetch from the API, with the key. They ask nobody else for
+Both are static and hold no data: whatever they show they fetch from the API, with the key. They ask no other server for
 anything, and the content security policy makes the browser see to that; no text of a model can become markup.
 
 What lives here: files from data/web and their headers. What may not: templates, data (dashboard.py).

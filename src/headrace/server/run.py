@@ -223,7 +223,7 @@ async def _check_template(value: str | None) -> None:
 
 
 async def warn_of_template(engine: AsyncLLM, announce: Callable[[str], None]) -> None:
-    """The model's own may be broken, or refuse what everybody sends; completions work all the same."""
+    """The model's own may be broken, or refuse ordinary messages; completions work all the same."""
     if engine.info.pooling is not None or engine.tokenizer is None:
         return
     if (fault := await asyncio.to_thread(engine.tokenizer.template_fault)) is not None:

@@ -158,7 +158,7 @@ class Model:
         self.decisions: tuple[Decision, ...] = ()  # choices of the server's own
         self._formats = Formats()
         self._special_markers: frozenset[str] = frozenset()
-        self._closing: str | None = None  # of reasoning, once somebody has asked
+        self._closing: str | None = None  # of reasoning, once a request needs it
         self.found: AsyncLLM | None = None  # the engine, whatever its state; None while it loads
 
     def attach(self, engine: AsyncLLM) -> None:
@@ -304,7 +304,7 @@ class Model:
 
 
 class Limits:
-    """What all requests together may take of this front end, and of the queue, which is everybody's."""
+    """What all requests together may take of this front end, and of the queue, which all front ends share."""
 
     def __init__(
         self, config: ServerConfig, counters: Counters, page: CounterPage, ignored: IgnoredFields | None

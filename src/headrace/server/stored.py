@@ -68,7 +68,7 @@ class StoredResponses:
             largest.pop(next(iter(largest.entries)))
 
     def find(self, tenant: str, name: str) -> Stored | None:
-        """None for an unknown one, and alike for somebody else's."""
+        """None for an unknown one, and for another tenant's."""
         self._forget_old()
         shelf = self._shelves.get(tenant)
         found = shelf.entries.get(name) if shelf is not None else None

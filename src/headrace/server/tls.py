@@ -48,7 +48,7 @@ async def follow_files(context: ssl.SSLContext | None, config: ServerConfig) -> 
             continue
         seen = now
         try:
-            create_context(config)  # tried apart: a context that takes half of a pair serves nobody
+            create_context(config)  # tried apart: a context that takes half of a pair cannot serve
             _load_certificate(context, config.ssl_certfile, config.ssl_keyfile)
             log.info("The certificate's files have changed; new connections get the new one.")
         except ConfigError as error:

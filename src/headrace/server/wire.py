@@ -53,7 +53,7 @@ _integers = msgspec.json.Decoder(list[int])
 def decode_object(body: bytes | bytearray, *, pack: bool = False) -> Json:
     """A request body as a dict. Raises InvalidRequest for anything that is not one JSON object of bounded depth.
 
-    ``pack``: a field that is a long list of 32-bit integers becomes an array of them, which nobody need look at again.
+    ``pack``: a field that is a long list of 32-bit integers becomes an array of them, whose items need no check.
     """
     _check_size(body)
     try:
@@ -200,7 +200,7 @@ def encode_object(members: Given) -> Iterator[bytes]:
 
 
 def encode_list(items: Iterable[Any]) -> Iterator[bytes]:
-    """As ``encode`` of a list, some items at a time: nobody waits for the interpreter until a long one is done."""
+    """As ``encode`` of a list, some items at a time: other threads run in between."""
     rest, begin = iter(items), b"["
     while part := list(itertools.islice(rest, _SLICE_ITEMS)):
         yield begin

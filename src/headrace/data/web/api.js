@@ -1,4 +1,4 @@
-// Talking to the server that sent this page, and to nobody else: the key, errors as sentences, server-sent events.
+// Talking to the server that sent this page, and to no other: the key, errors as sentences, server-sent events.
 
 import { byId } from "./dom.js";
 

@@ -221,7 +221,7 @@ function drawEngine(engine) {
   byId("choices").replaceChildren(...rows.map(([name, value, reason]) => el("tr", {}, el("td", {}, name), el("td", { class: "value" }, typeof value === "number" ? value.toLocaleString("en") : value), el("td", { class: "reason" }, reason))));
 }
 
-/** Limits that were given, and so decided by nobody. */
+/** Limits that were given, and so not decided here. */
 function limits({ max_num_seqs: running, max_sequence_tokens: longest, decisions }) {
   const decided = new Set(decisions.map(({ name }) => name));
   const rows = [["max_num_seqs", running, "sequences that run at once"], ["max_model_len", longest, "the longest sequence that is served"]];

@@ -83,7 +83,7 @@ export class Store {
     return [...this.heads.values()].reduce((sum, head) => sum + head.size, 0);
   }
 
-  /** null for one that is not there, or that nobody can read. */
+  /** null for one that is not there, or that cannot be read. */
   load(id) {
     const text = this.storage.getItem(PREFIX + id);
     const end = text?.indexOf("\n") ?? -1;

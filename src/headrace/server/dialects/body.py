@@ -502,7 +502,7 @@ class GenerationRequest(Generic[Read]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(GenerationRequest[Read]):
     """``echo``: the answer begins with the message that it continues. ``thinking_budget``: tokens; by the field that
-    all routes have, it is refused where nobody knows what reasoning is."""
+    all routes have, it is refused where the model's reasoning format is unknown."""
 
     conversation: Conversation
     echo: bool = False

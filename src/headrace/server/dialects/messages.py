@@ -278,7 +278,7 @@ async def count_tokens(service: Service, exchange: Exchange) -> None:
 
 
 class AnthropicErrors(ErrorFormat):
-    """Anthropic's clients look at ``type``; everybody else's at ``error``, which has the fields it has everywhere."""
+    """Anthropic's clients look at ``type``, all others at ``error``, which has the fields it has everywhere."""
 
     def body(self, error: HeadraceError) -> bytes:
         shown = error_object(error).error

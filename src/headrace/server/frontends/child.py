@@ -52,7 +52,7 @@ class FrontEnd:
             launch.server, launch.version, routes, engine_config=launch.engine, counters=counters, number=number
         )
         self._service.created = launch.created
-        # without its parent nobody can reach it, and nobody will end it
+        # without its parent it cannot be reached, and would never be ended
         self._parent = Channel(link.FromParent, self._hear, partial(os._exit, 1), self._respond)
         self._service.observed.shared = link.PeersBehindParent(self._parent)
 

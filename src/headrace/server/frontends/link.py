@@ -109,7 +109,7 @@ def create_router(launch: Launch) -> Router:
 
 
 async def ask_all(talks: Iterable[Channel], what: str, about: Sequence[Any]) -> list[Any]:
-    """Everybody's answers, while whoever asked still waits: one that says nothing has nothing to say."""
+    """All answers that come in time; a front end that does not answer is left out."""
     asked = (talk.ask(Ask, what, about, seconds=PASSED_ON_SECONDS) for talk in talks)
     answers = await asyncio.gather(*asked)
     return [answer for answer in answers if answer is not None]

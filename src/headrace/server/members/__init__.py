@@ -1,5 +1,5 @@
 """Several models behind one front end, which share a budget of memory: each has an engine of its own, and those that
-nobody uses sleep.
+are not used sleep.
 
     budget.py    who has to sleep so that another fits, as arithmetic
     member.py    one model: its service, its engine's life, what it holds

@@ -1,5 +1,5 @@
-"""The process that runs a user's moderation function: what it does wrong, or how long it takes, is nobody else's
-problem.
+"""The process that runs a user's moderation function: what it does wrong, or how long it takes, does not touch
+the server.
 
 What lives here: finding the function, and calling it. What may not: limits of time (watch.py ends this process).
 

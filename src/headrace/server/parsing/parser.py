@@ -30,7 +30,7 @@ from headrace.server.parsing.values import Give, read_keywords, read_text, read_
 if TYPE_CHECKING:
     from headrace.server.parsing import AnswerFormat
 
-_TRIMMED = 16  # characters of white space before a marker that belong to nobody
+_TRIMMED = 16  # characters of white space before a marker that are dropped
 _TRAILING = re.compile(r"[ \t\r\n]+\Z")
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
