@@ -37,7 +37,15 @@ launch = import_module("headrace.kernels.build.launch")
 driver.set_active(CompileOnly())
 launch.known_of = lambda compiled, unpassed: None  # there is no device to load it on
 launch.Kernel.launch_plainly = lambda self, grid, arguments, named: None
-toolchain.prepare_identities()
+from headrace.kernels.build.identities import identities, remember
+assert not identities(knobs.cache.dir)
+kernels = [each for each in toolchain.prepare_identities() if type(each) is launch.Kernel]
+remember(knobs.cache.dir, {each._fn_name: each.cache_key for each in kernels})
+identities.cache_clear()
+again = [launch.Kernel(each.fn) for each in kernels]
+for each in again:
+    each.parse = None  # what a start that finds them does without
+assert [each.cache_key for each in again] == [each.cache_key for each in kernels]
 found = []
 knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: found.append(cache_hit)
 table, ids, own = torch.zeros(3, 64), torch.zeros(2, dtype=torch.int64), embedding._embedding_kernel

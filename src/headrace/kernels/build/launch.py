@@ -47,6 +47,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernel_launcher import kernel_launcher
 from headrace.kernels.build.builder import Order, write
+from headrace.kernels.build.identities import identities
 from headrace.kernels.build.later import Ended, Missing
 from headrace.processes.builders import Builders
 
@@ -128,12 +129,21 @@ class Known(NamedTuple):
 class Kernel(JITFunction):
     """A kernel of Triton's with a shorter way to the driver. Launching returns the compiled kernel, as Triton does."""
 
+    hash: str | None
+
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
         self._layouts: dict[tuple[Any, ...], Launch] = {}
 
     def __getitem__(self, grid: Grid) -> Callable[..., Any]:
         return partial(self._launch, grid)
+
+    @property
+    def cache_key(self) -> str:
+        """Its identity, as an earlier start found it, or found now."""
+        if self.hash is None:
+            self.hash = identities(knobs.cache.dir).get(self._fn_name)
+        return str(super().cache_key)
 
     def _launch(self, grid: Grid, /, *arguments: Any, **named: Any) -> Any:
         layout = (*map(type, arguments), *named, *map(type, named.values()))
@@ -165,6 +175,8 @@ class Kernel(JITFunction):
 
     def build(self, arguments: Arguments, named: Mapping[str, Any]) -> Any:
         """Compiles, or finds, the kernel for these arguments."""
+        with self._hash_lock:
+            self.device_caches[driver.active.get_current_device()]  # made at first use, by one thread
         return self.run(*arguments, grid=None, warmup=True, **named)
 
     def launch_plainly(self, grid: Grid, arguments: Arguments, named: Mapping[str, Any]) -> Any:

@@ -26,6 +26,7 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.errors import InterpreterError
 
 from headrace.kernels.build.driver import NotLoadable
+from headrace.kernels.build.identities import identities, remember
 from headrace.kernels.build.nvrtc import CompileError
 
 _log = logging.getLogger(__name__)
@@ -98,11 +99,15 @@ def prepare_compiler() -> str | None:
 
 def prepare_kernels(device: torch.device) -> None:
     """Once this is done kernels can be compiled in several threads at the same time: each has its identity and its
-    table of variants."""
+    table of variants, or gets them when it is first wanted."""
+    if identities(knobs.cache.dir):
+        return
     with torch.cuda.device(device):
         index = driver.active.get_current_device()
-        for kernel in prepare_identities():
+        found = prepare_identities()
+        for kernel in found:
             kernel.device_caches[index]  # made at first use, and twice if two threads are first
+    remember(knobs.cache.dir, {kernel._fn_name: kernel.cache_key for kernel in found})
 
 
 def prepare_identities() -> list[JITFunction]:
