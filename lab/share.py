@@ -98,7 +98,7 @@ def _used() -> int:
 
 def _serve(flags: Sequence[str]) -> None:
     """A process that answers whenever a line comes."""
-    from headrace.engine.llm import LLM
+    from headrace import LLM
     from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config
     from headrace.request import SamplingParams
 

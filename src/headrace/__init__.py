@@ -61,6 +61,10 @@ def __getattr__(name: str) -> Any:
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    if name == "LLM":
+        from headrace.torch_environment import load_ahead
+
+        load_ahead()
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    from headrace import LLM  # the engine, and torch with it
     from headrace.bench.offline import facts_here
-    from headrace.engine.llm import LLM  # the engine, and torch with it
 
     shape = f"{args.num_prompts} requests, {args.input_len} in, {args.output_len} out"
     facts, sweep = facts_here(config.device.device, shape=shape), Sweep()

@@ -32,7 +32,7 @@ from headrace.request import SamplingParams
 
 
 def run_throughput(args: argparse.Namespace, config: EngineConfig) -> int:
-    from headrace.engine.llm import LLM  # the engine, and torch with it
+    from headrace import LLM  # the engine, and torch with it
 
     facts, sweep = facts_here(config.device.device, shape=_throughput_shape(args)), Sweep()
     with LLM.from_config(config) as llm:
@@ -97,7 +97,7 @@ def _warm_up(llm: Any, conversations: Sequence[Conversation]) -> None:
 
 
 def run_latency(args: argparse.Namespace, config: EngineConfig) -> int:
-    from headrace.engine.llm import LLM
+    from headrace import LLM
 
     shape = f"batch {args.batch_size}, {args.input_len} in, {args.output_len} out, {args.num_iters} iterations"
     facts, sweep = facts_here(config.device.device, shape=shape), Sweep()

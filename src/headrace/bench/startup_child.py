@@ -62,7 +62,7 @@ def opened(begin: float, flags: Sequence[str]) -> Opened:
     add_model_argument(parser)
     add_config_flags(parser, EngineConfig, ServerConfig)
     config = engine_config(parser.parse_args(list(flags)))
-    from headrace.engine.llm import LLM
+    from headrace import LLM
 
     marks.done("import the engine")
     llm = LLM.from_config(config)

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     message = _message(args.message)
     config, flags = engine_config(args), sampling_values(args)
-    from headrace.engine.llm import LLM  # torch
+    from headrace import LLM  # torch
 
     with LLM.from_config(config, texts=True) as llm:
         params = over_defaults(llm.get_default_sampling_params(), flags)

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             lines, total = _open_input(args.input, stack)
         out = _open_output(args.output, args.input, stack)
-        from headrace.engine.llm import LLM  # torch
+        from headrace import LLM  # torch
 
         llm = stack.enter_context(LLM.from_config(config, texts=args.prompt is not None))
         params = over_defaults(llm.get_default_sampling_params(), flags)

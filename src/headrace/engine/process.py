@@ -28,10 +28,11 @@ from headrace.errors import HeadraceError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
-from headrace.processes.garbage import empty_free_lists, freeze_start
+from headrace.processes.garbage import empty_free_lists, freeze_start, no_collections
 from headrace.processes.messages import BadFrame, pack, receive
 from headrace.processes.tree import end_with_parent
 from headrace.request import Expectations, FinishReason, Request, SamplingParams
+from headrace.torch_environment import load_ahead
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
@@ -68,7 +69,10 @@ def _start(launch: frames.Launch, links: Links, state: LoopState) -> Engine | No
     """The engine, or None after the parent has been told why not."""
     try:
         # torch and all: after the socket, so that the pulse is heard meanwhile
-        from headrace.engine.assembly import create_engine, take_place
+        if launch.config.device.executor == "model":
+            load_ahead()
+        with no_collections():
+            from headrace.engine.assembly import create_engine, take_place
 
         take_place(launch.config.device, launch.replica)
         least = launch.config.device.device_time
