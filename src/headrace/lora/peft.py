@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _by_module(folder: Path, spec: DecoderSpec) -> Mapping[str, tuple[Module, dict[str, TensorEntry]]]:
     """The tensors of each module that has some."""
-    file, known = folder / _TENSORS, {module.name: module for module in adapted_modules(spec)}
+    file, known = folder / _TENSORS, _modules(spec)
     found: dict[str, tuple[Module, dict[str, TensorEntry]]] = {}
     unknown = []
     for key, entry in read_header(file).items():
@@ -130,6 +131,11 @@ def _by_module(folder: Path, spec: DecoderSpec) -> Mapping[str, tuple[Module, di
             f"adapters here. Check that the adapter belongs to this model."
         )
     return found
+
+
+@lru_cache(4)
+def _modules(spec: DecoderSpec) -> Mapping[str, Module]:
+    return {module.name: module for module in adapted_modules(spec)}
 
 
 def _factors(

@@ -7,7 +7,9 @@ not: names that mean something to a model (families.py), placing tensors (loader
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -54,7 +56,10 @@ class MappedFiles:
         return (data if start % dtype.itemsize == 0 else data.clone()).view(dtype)
 
     def whole(self, file: Path) -> Tensor:
-        """Its bytes, of which nothing is read ahead or released."""
+        """Its bytes, which the system reads ahead from now on."""
+        if file not in self._maps:
+            with suppress(OSError), file.open("rb") as stream:  # mapping says what is wrong
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         return torch.frombuffer(self._map(file), dtype=torch.uint8)
 
     def _map(self, file: Path) -> mmap.mmap:

@@ -228,11 +228,12 @@ class Module:
 def adapted_modules(spec: DecoderSpec) -> Iterator[Module]:
     """The modules that an adapter may add to: all linear layers except routers and experts, plus the embedding and the
     head."""
+    names = _names(spec)
     for weight in weights(spec):
         tables = weight.role is Role.EMBEDDING and weight.name != "embedding"
         if weight.role in (Role.NORM, Role.ROUTER, Role.CLASSIFIER) or weight.moe is not None or tables:
             continue
-        (merged,) = _modules(_names(spec), weight)
+        (merged,) = _modules(names, weight)
         if len(merged) == 1:
             yield Module(merged[0], weight, None, weight.outs)
         else:
