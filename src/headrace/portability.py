@@ -31,6 +31,12 @@ def shared_file(num_bytes: int) -> int:
         return os.dup(file.fileno())
 
 
+def read_ahead(fd: int) -> None:
+    """Asks the system to have a file in memory soon; nothing where it cannot be asked."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
 def system_text(path: str | Path) -> str:
     """What a file of the kernel's (/proc, /sys) holds; empty where there is none."""
     try:

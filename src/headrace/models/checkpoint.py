@@ -7,7 +7,6 @@ not: names that mean something to a model (families.py), placing tensors (loader
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from headrace.errors import ModelError
 from headrace.models.safetensors_file import TYPES, TensorEntry, read_sharded
 from headrace.models.source import ModelSource, WeightFormat
+from headrace.portability import read_ahead
 
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, word) for name, word in TYPES.items()}
 
@@ -59,7 +59,7 @@ class MappedFiles:
         """Its bytes, which the system reads ahead from now on."""
         if file not in self._maps:
             with suppress(OSError), file.open("rb") as stream:  # mapping says what is wrong
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+                read_ahead(stream.fileno())
         return torch.frombuffer(self._map(file), dtype=torch.uint8)
 
     def _map(self, file: Path) -> mmap.mmap:
