@@ -135,7 +135,7 @@ def test_experts_in_codes(form: Format, disabled: frozenset[str], shape: tuple[i
     names = {"formats": "label", "codings": "coding", "eights": "eight", "rounded": "rounded_coding"}
     facts = {name: tuple(getattr(each.form, own) for each in pieces) for name, own in names.items()}
     run, name = offered("fused_moe", disabled, num_experts=experts, top_k=top_k, **facts)
-    served = pieces[0].form.rounded_coding is not None and pieces[0].form.rounded_coding.ring
+    served = pieces[0].form.rounded_coding is not None and pieces[0].form.rounded_coding.plain
     assert name == ("coded_experts" if served and not disabled else "codes")
     if name == "coded_experts":
         assert run.function(run.most, hidden, inner, True, Activation.SILU) is not None, "others served"

@@ -33,11 +33,10 @@ EIGHTS = ("fp8", "int8", "blocks")
 
 def forms(coding: Coding | None, eight: str = "", *, gated: bool = False) -> list[RingForm]:
     """256 columns leave no registers for 64 rows; products alone are of more rows, too."""
-    sizes = [
-        (rows, columns, ways) for rows in ROWS for columns in (64, 128, 256) for ways in ((1,) if gated else (1, 2, 4))
-    ]
+    shared = (1,) if gated else (1, 2, 4) if coding is None or coding.many else (1, 4)
+    sizes = [(rows, columns, ways) for rows in ROWS for columns in (64, 128, 256) for ways in shared]
     few = [RingForm(*size, late, coding, eight) for size in sizes if size[:2] != (64, 256) for late in (False, True)]
-    if gated or (coding is not None and coding.sets > 1):
+    if gated or (coding is not None and not coding.many):
         return few
     if coding is None:
         return few + [RingForm(128, columns, ways, eight=eight) for columns in (64, 128) for ways in (1, 2)]

@@ -159,9 +159,8 @@ def test_measured_forms_of_quantised_weights_go_before_the_rule(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"codings": (Coding(3),)}, "4 or 8 bits"), ({"codings": (Coding(4, 8),)}, "4 or 8 bits"),
-        ({"codings": (Coding(4), Coding(8))}, "4 or 8 bits"),
-        ({"codings": (Coding(4),), "in_features": 68}, "4 or 8 bits"), ({"codings": (Coding(4),), "shared": True}, "an embedding"),
+        ({"codings": (Coding(4, table=True),)}, "of a table"), ({"codings": (Coding(4, rotation=32),)}, "of a table"),
+        ({"codings": (Coding(4),), "in_features": 68}, "of a table"), ({"codings": (Coding(4),), "shared": True}, "an embedding"),
         ({"eights": (EightBits("fp8"), None)}, "one 8-bit type alone"),
     ],
     ids=str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.kernels.linear.packing import E2M1, Codes, Coding, Packed, pack
+from headrace.kernels.linear.packing import E2M1, Codes, Coding, Packed, Scales, pack
 from headrace.layers.packed import Piece
 from headrace.quant import Format
 from headrace.quant.floats import MXFP4, NVFP4, NormalFloat
@@ -14,26 +14,29 @@ from headrace.quant.scaled import WHOLE, ScaledWeight
 
 CODINGS = (
     Coding(4), Coding(4, zeros=True), Coding(4, sets=2, zeros=True), Coding(4, sets=4), Coding(4, sets=4, floats=True),
-    Coding(8), Coding(8, zeros=True), Coding(8, floats=True),
+    Coding(8), Coding(8, zeros=True), Coding(8, floats=True), Coding(8, sets=4), Coding(3), Coding(7, sets=2), Coding(1, sets=8, shifts=True),
+    Coding(4, sets=4, shifts=True), Coding(4, sets=4, floats=True, scales=Scales.POWER), Coding(4, sets=8, floats=True, scales=Scales.FP8),
+    *(Coding(bits, 4, shifts=True, scales=Scales.BYTE) for bits in (4, 5)), *(Coding(bits, 8, scales=Scales.BYTE) for bits in (3, 6)),
+    Coding(2, 8, shifts=True, scales=Scales.BYTE),
 )  # fmt: skip
 
 
 def meant(
-    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int, coding: Coding
+    codes: torch.Tensor, scale: torch.Tensor, beside: torch.Tensor | None, group: int, coding: Coding
 ) -> torch.Tensor:
-    """The weight, float32."""
+    """The weight, float32. ``beside``: zeros or shifts."""
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return values.float().repeat_interleave(group, 1)[:, : codes.shape[1]]
+
     if coding.floats and coding.bits == 8:
         values = codes.view(torch.float8_e4m3fn).float()
     elif coding.floats:
         values = torch.tensor(E2M1, device=codes.device)[codes.int()]
     else:
-        spread = (
-            float(2 ** (coding.bits - 1))
-            if zero is None
-            else zero.float().repeat_interleave(group, 1)[:, : codes.shape[1]]
-        )
-        values = codes.float() - spread
-    return values * scale.float().repeat_interleave(group, 1)[:, : codes.shape[1]]
+        values = codes.float() - (spread(beside) if coding.zeros and beside is not None else float(coding.middle))
+    wide = values * spread(scale)
+    return wide + spread(beside) if coding.shifts and beside is not None else wide
 
 
 def random_packed(
@@ -45,14 +48,48 @@ def random_packed(
     codes = torch.randint(0, 2**coding.bits, (outs, ins), dtype=torch.uint8, device=device)
     if coding.floats and coding.bits == 8:
         codes &= 0xBF  # exponents up to that of 1, never NaN
-    zero = (
-        torch.randint(2 ** (coding.bits - 1) - 3, 2 ** (coding.bits - 1) + 4, (outs, groups), device=device)
-        if coding.zeros
-        else None
-    )
-    usual = {(4, False): 4.6, (8, False): 74.0, (4, True): 3.0, (8, True): 0.5}[coding.bits, coding.floats]
-    scale = ((torch.rand(outs, groups, device=device) + 0.5) * ins**-0.5 / usual).half()
-    return packed(codes, scale, zero, group, coding, gated=gated), meant(codes, scale, zero, group, coding)
+    middle, beside = 2 ** (coding.bits - 1), None
+    if coding.zeros:
+        beside = torch.randint(middle - 3, middle + 4, (outs, groups), device=device)
+    usual = {4: 3.0, 8: 0.5}[coding.bits] if coding.floats else 0.58 * middle
+    size = ins**-0.5 / usual
+    if coding.scales is Scales.BYTE:
+        return _two_levels(codes, size, coding, gated=gated)
+    scale = (torch.rand(outs, groups, device=device) + 0.5) * size
+    if coding.shifts:
+        beside = (scale * -middle).half()
+    if coding.scales is Scales.POWER:
+        held = scale.log2().round() + 127
+        return packed(codes, held.byte(), None, group, coding, gated=gated), meant(
+            codes, (held - 127).exp2(), None, group, coding
+        )
+    if coding.scales is Scales.FP8:
+        held = (scale / size).to(torch.float8_e4m3fn)
+        factor = torch.full((outs,), size, device=device)
+        laid = packed(codes, held, None, group, coding, gated=gated, factor=factor)
+        return laid, meant(codes, held.float() * size, None, group, coding)
+    scale = scale.half()
+    return packed(codes, scale, beside, group, coding, gated=gated), meant(codes, scale, beside, group, coding)
+
+
+def _two_levels(codes: torch.Tensor, size: float, coding: Coding, *, gated: bool) -> tuple[Packed, torch.Tensor]:
+    """Scales in bytes, and a larger one of 256 inputs; of shifts likewise."""
+    (outs, ins), device, group = codes.shape, codes.device, 128 // coding.sets
+    least = 0 if coding.shifts else -128
+    count, groups = -(-ins // 256), -(-ins // group)
+    small = torch.randint(least, 64 if coding.shifts else 128, (1 + coding.shifts, outs, groups), device=device)
+    large = (torch.rand(1 + coding.shifts, outs, count, device=device) + 0.5) * size / 40
+    if coding.shifts:
+        large[1] *= -(2.0 ** (coding.bits - 1))
+    large = large.half().float()
+    both = small * large.repeat_interleave(256 // group, 2)[..., :groups]
+    beside = (small[1].to(torch.int8), both[1]) if coding.shifts else (None, None)
+
+    def read(rows: slice) -> Codes:
+        small_beside = None if beside[0] is None else beside[0][rows]
+        return Codes(codes[rows], small[0, rows].to(torch.int8), group, small_beside, None, tuple(large[:, rows]), 256)
+
+    return pack(read, outs, coding, gated=gated), meant(codes, both[0], beside[1], group, coding)
 
 
 def packed(
@@ -63,9 +100,11 @@ def packed(
     coding: Coding,
     *,
     gated: bool = False,
+    factor: torch.Tensor | None = None,
 ) -> Packed:
     def read(rows: slice) -> Codes:
-        return Codes(codes[rows], scale[rows], group, None if zero is None else zero[rows])
+        of_rows = None if factor is None else factor[rows]
+        return Codes(codes[rows], scale[rows], group, None if zero is None else zero[rows], of_rows)
 
     return pack(read, len(codes), coding, gated=gated)
 

@@ -88,7 +88,8 @@ class EightBits:
 class WeightFacts(Facts):
     """``gated``: the columns are those of a gate and of what it gates. ``shared``: the weight is another layer's, too.
     ``fused``: few rows go through ``fused_linear``. ``routes``: to experts. ``formats``: of its parts, where they have
-    some; ``codings`` and ``eights``: what kernels may take these for, each."""
+    some; ``codings`` and ``eights``: what kernels may take these for, each. ``parts``: outputs of each, where codings
+    differ."""
 
     in_features: int
     out_features: int
@@ -99,6 +100,7 @@ class WeightFacts(Facts):
     formats: tuple[str, ...] = ()
     codings: tuple[Coding | None, ...] = ()
     eights: tuple[EightBits | None, ...] = ()
+    parts: tuple[int, ...] = ()
 
     @property
     def shape(self) -> Shape:

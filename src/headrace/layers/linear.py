@@ -200,7 +200,8 @@ class Linear(nn.Module):
             piece.finish_loading()
         codings, eights = tuple(piece.form.coding for piece in pieces), tuple(piece.form.eight for piece in pieces)
         formats = tuple(piece.form.label for piece in pieces)
-        facts = replace(facts, gated=self.site.gated, codings=codings, eights=eights, formats=formats)
+        parts = tuple(piece.outs for piece in pieces) if len(set(codings)) > 1 else ()
+        facts = replace(facts, gated=self.site.gated, codings=codings, eights=eights, formats=formats, parts=parts)
         beside = _beside(pieces)
         if beside is not None:
             add, product = kernels.choose(ADD_SPARSE, Facts(facts.dtype)), kernels.choose(PACKED_LINEAR, facts)
@@ -218,6 +219,7 @@ class Linear(nn.Module):
         if beside is None and self._context.composes and self.site.role is Role.DOWN:
             self._activated = _made(kernels.offer(ACTIVATED_LINEAR, facts), pieces, bias)
         if beside is None:
+            facts = replace(facts, fused=self._fused is not None)
             self._apply_weight = kernels.choose(PACKED_LINEAR, facts)(pieces, bias)
             self._gated = getattr(self._apply_weight, "gated", None) if self.site.gated else None
             self._packed_facts, self._packed_bias = facts, bias

@@ -67,7 +67,7 @@ def least_rows(facts: WeightFacts, context: KernelContext) -> int:
     codings = {each for each in facts.codings if each is not None}
     if None in facts.codings:
         return 1
-    least = LEAST if all(each.ring and each.sets == 1 for each in codings) else MOST_ROWS + 1
+    least = LEAST if all(each.many for each in codings) else MOST_ROWS + 1
     if len(codings) > 1 or context.card is None:
         return least
     (found,) = measured(codings.pop()).table(context.card.name).get(facts.laid, (least,))

@@ -6,6 +6,7 @@ that build what a model will launch. What may not: kernels.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,11 +21,11 @@ from headrace.kernels.build.rehearsals import TOKENS, corner
 from headrace.kernels.candidate import Calls, CallSite, Candidate, Facts, Shape, Sizes, WeightFacts
 from headrace.kernels.linear import compressed, panels, sparse
 from headrace.kernels.linear.around import MOST_ROWS, Around
-from headrace.kernels.linear.gated_tiles import measured_tiles
+from headrace.kernels.linear.gated_tiles import EIGHT_TILES, measured_tiles
 from headrace.kernels.linear.native import create_linear, create_onednn
 from headrace.kernels.linear.packing import empty
 from headrace.kernels.linear.ring_forms import MEASURED as RINGS
-from headrace.kernels.linear.ring_forms import RingForms
+from headrace.kernels.linear.ring_forms import RingForm, RingForms
 from headrace.sites import Split, matrices
 
 FLAT, FUSED = "flat", "fused"  # for few rows
@@ -163,11 +164,10 @@ def _no_coded_ring(site: CallSite[WeightFacts]) -> str | None:
     """The forms of triton_codes.py stand behind it."""
     if (reason := _uncoded(site)) is not None:
         return reason
-    coding = site.facts.codings[0]
     if any(site.facts.eights):
         return "multiplies bfloat16; rounded inputs are multiplied by Triton's kernel"
-    if len(set(site.facts.codings)) != 1 or coding is None or not coding.ring or site.facts.in_features % 8:
-        return "multiplies by codes of 4 or 8 bits in groups of 32 and more with scales in 16 bits alone"
+    if not all(coding is not None and coding.ring for coding in site.facts.codings) or site.facts.in_features % 8:
+        return "multiplies by integers and floats alone, not by entries of a table or rotated inputs"
     return None
 
 
@@ -202,9 +202,7 @@ def _quantised_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -
     """Every form of its own, those of the others that are left to them, and what rounds inputs."""
     maker = run.__self__
     gate = sizes.spec.activation if site.facts.gated else None
-    for form in dict.fromkeys(
-        replace(form, late=False) for most, form in maker.forms if form is not None and most <= MOST_ROWS
-    ):
+    for form in _ring_forms(site, maker, 1, MOST_ROWS):
         yield f"{form}, {gate}, {False}", partial(maker.kernels.function, (form, gate, False))
     if site.facts.eights[0] is not None:
         others = replace(maker.maker, forms=unserved(maker.forms, maker.maker.forms))
@@ -212,20 +210,34 @@ def _quantised_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -
         return
     # such weights may be left to them altogether
     ordered = any(each is not None and each.ordered for each in site.facts.codings)
-    forms = {coding: forms if ordered else unserved(maker.forms, forms) for coding, forms in maker.coded.forms.items()}
+    served = {coding: forms for (coding, _), forms in maker.forms.items()}
+    forms = {each: forms if ordered else unserved(served[each], forms) for each, forms in maker.coded.forms.items()}
     yield from coded_fused_calls(site, replace(maker.coded, forms=forms).fused, sizes)
 
 
+def _ring_forms(site: CallSite[WeightFacts], maker: Any, least: int, most: int) -> dict[RingForm, None]:
+    """Those for ``least`` to ``most`` rows."""
+    tables = maker.forms.values() if any(site.facts.codings) else (maker.forms,)
+    found = ((last, form) for forms in tables for last, form in forms)
+    return dict.fromkeys(
+        replace(form, late=False) for last, form in found if form is not None and least <= last <= most
+    )
+
+
 def _cut_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Calls:
-    """The forms for many rows, and all of who stands behind."""
+    """The forms for rows that no fused product has, and all of who stands behind."""
     maker = run.__self__
-    for form in dict.fromkeys(form for most, form in maker.forms if form is not None and most > MOST_ROWS):
-        form, turned = replace(form, late=False), site.facts.gated and form.coding is not None
+    least = 1 if any(site.facts.codings) and not site.facts.fused else MOST_ROWS + 1
+    for form in _ring_forms(site, maker, least, sys.maxsize):
+        turned = site.facts.gated and form.coding is not None
         yield f"{form}, {None}, {turned}", partial(maker.kernels.function, (form, None, turned))
-        if turned and form.ways == 1:
+        if turned and form.many and form.ways == 1:
             gate = sizes.spec.activation
             yield f"{form}, {gate}, {False}", partial(maker.kernels.function, (form, gate, False))
     eight = site.facts.eights[0] is not None
+    if eight and maker.maker.eight.kind == "int8":
+        for tile in EIGHT_TILES:
+            yield f"int8, {tile}", partial(maker.gemms.function, (tile, "int8", 0))
     yield from _eight_calls(site, maker.maker.linear, sizes) if eight else coded_calls(site, maker.coded.linear, sizes)
 
 

@@ -272,22 +272,22 @@ class Coded(Composing):
         return CodedProduct(packed, bias, self.forms[packed.coding], self.scratch, site.pdl, site.empty, rounding)
 
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        parts = lay(pieces, gated=self.site.facts.gated)
-        if parts is None:
-            return packed_linear(pieces, bias)
-        sizes = [part.outs for part in parts]
-        biases: Sequence[Tensor | None] = [None] * len(parts) if bias is None else bias.split(sizes)
-        return CodedLinear(tuple(self.product(part, own) for part, own in zip(parts, biases, strict=True)))
+        products = self.products(pieces, bias)
+        return CodedLinear(products) if products else packed_linear(pieces, bias)
 
     def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> CodedFused | None:
         """None where there is more than one matrix to multiply by."""
-        product = self._single(pieces, bias)
-        return None if product is None or product.packed.gated != self.site.facts.gated else CodedFused(product)
+        first, *others = self.products(pieces, bias) or (None,)
+        return None if first is None or others or first.packed.gated != self.site.facts.gated else CodedFused(first)
 
     def composed(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Composed | None:
-        product = self._single(pieces, bias)
-        return None if product is None or product.rounding is None else Composed(product.rounding, product.multiplied)
+        first, *others = self.products(pieces, bias) or (None,)
+        if first is None or others or first.rounding is None:
+            return None
+        return Composed(first.rounding, first.multiplied)
 
-    def _single(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> CodedProduct | None:
-        parts = lay(pieces, gated=self.site.facts.gated)
-        return None if parts is None or len(parts) > 1 else self.product(parts[0], bias)
+    def products(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> tuple[CodedProduct, ...]:
+        """By each matrix that they are laid out as; none: they stay as they are."""
+        parts = lay(pieces, gated=self.site.facts.gated) or ()
+        biases = [None] * len(parts) if bias is None else bias.split([part.outs for part in parts])
+        return tuple(self.product(part, own) for part, own in zip(parts, biases, strict=True))

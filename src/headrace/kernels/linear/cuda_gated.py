@@ -1,4 +1,5 @@
-"""Gate and what it gates as one product, for 65 rows and more (gated*.cu): a layer's callable, machine code, launches.
+"""Gate and what it gates as one product, for 65 rows and more (gated*.cu), and products of numbers of 8 bits: a layer's
+callable, machine code, launches.
 
 What lives here: what the kernel is given, which tile serves how many rows. What may not: measuring (bench/tune.py),
 compiling.
@@ -17,7 +18,7 @@ from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import TensorMap, tensor_map
 from headrace.kernels.build.variants import Variants
 from headrace.kernels.candidate import CallSite, Empty, Shape, WeightFacts, plainly_empty
-from headrace.kernels.linear.gated_tiles import Form, Tile, Tiles, measured_tiles
+from headrace.kernels.linear.gated_tiles import EIGHT_TILES, Form, Tile, Tiles, measured_tiles
 from headrace.kernels.norm.triton_activation import KINDS
 from headrace.spec import Activation
 
@@ -75,12 +76,18 @@ def instruction(columns: int, *, registers: bool = False, eight: str = "") -> st
     )
 
 
-def machine_code(tile: Tile, activation: Activation, thin: int) -> bytes:
-    """Built, or kept from before. ``thin``: as ``Tile.thin`` has it. Raises CompileError."""
-    defined = {"COLUMNS": tile.columns, "STAGES": stages_of(tile), "KIND": KINDS[activation]}
+def machine_code(tile: Tile, activation: Activation | str, thin: int) -> bytes:
+    """Built, or kept from before. ``thin``: as ``Tile.thin`` has it. In place of the activation "fp8" or "int8": a
+    product alone. Raises CompileError."""
+    eight = "" if isinstance(activation, Activation) else activation
+    defined = {"COLUMNS": tile.columns, "STAGES": stages_of(tile)}
+    defined |= {"EIGHT": 2 if eight == "int8" else 1} if eight else {}
+    defined["KIND"] = KINDS[activation] if isinstance(activation, Activation) else -1
     if tile.form is Form.TALL:
         defined["THIN"] = thin
-    instructions = "".join(map(instruction, (tile.columns, thin) if thin else (tile.columns,)))
+    instructions = "".join(
+        instruction(each, eight=eight) for each in ((tile.columns, thin) if thin else (tile.columns,))
+    )
     text = (
         nvrtc.source("build/matrix.cuh", "build/activation.cuh", "linear/gated_end.cuh")
         + instructions
@@ -89,7 +96,7 @@ def machine_code(tile: Tile, activation: Activation, thin: int) -> bytes:
     return nvrtc.build(text, ("-arch=sm_90a", *(f"-D{name}={value}" for name, value in defined.items())))
 
 
-Kernels = Variants[tuple[Tile, Activation, int]]  # as machine_code takes them
+Kernels = Variants[tuple[Tile, Activation | str, int]]  # as machine_code takes them
 
 
 def kernels_of(device: torch.device) -> Kernels:
@@ -135,6 +142,40 @@ class GatedLinear:
         for rows in {columns // 2 for columns in widths} - self.maps.keys():
             self.maps[rows] = tensor_map(self.weight, rows, _DEPTH)
         return [self.maps[columns // 2] for columns in widths]
+
+
+@dataclass(frozen=True, slots=True)
+class EightBitGemm:
+    """y = (x · s)(W · u)ᵀ of many rows: x [T, in] and W [out, in] of "fp8" or "int8", s [T, 1] and u [out] float32,
+    y [T, out] bfloat16, rounded once. in and out multiples of 16."""
+
+    kind: str
+    weight: Tensor
+    units: Tensor
+    kernels: Kernels
+    maps: dict[int, TensorMap]  # of the weight, by rows of a box
+    empty: Empty = plainly_empty
+
+    def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.compute(x, scale, self.tile(len(x)))
+
+    def tile(self, tokens: int) -> Tile:
+        """The one whose last wave leaves least undone."""
+        outs, clusters = len(self.weight), self.kernels.processors // 2
+        return min(EIGHT_TILES, key=lambda each: -(-places(each, tokens, outs // 2) // clusters) * each.columns)
+
+    def compute(self, x: Tensor, scale: Tensor, tile: Tile) -> Tensor:
+        (tokens, ins), outs, half = x.shape, len(self.weight), tile.columns // 2
+        y = self.empty((tokens, outs), torch.bfloat16, x.device)
+        if half not in self.maps:
+            self.maps[half] = tensor_map(self.weight.view(torch.bfloat16), half, _DEPTH)
+        clusters = min(places(tile, tokens, outs // 2), self.kernels.processors // 2)
+        self.kernels.function((tile, self.kind, 0)).launch(
+            2 * clusters, _THREADS, torch.cuda.current_stream(x.device).cuda_stream,
+            tensor_map(x.view(torch.bfloat16), tile.rows // 2, _DEPTH), self.maps[half], c_void_p(y.data_ptr()),
+            c_int(tokens), c_int(outs), c_int(ins // 2), c_void_p(scale.data_ptr()), c_void_p(self.units.data_ptr()), cluster=2,
+        )  # fmt: skip
+        return y
 
 
 def create_gated(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], GatedLinear]:

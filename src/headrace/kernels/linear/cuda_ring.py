@@ -37,6 +37,9 @@ def machine_code(form: RingForm, gate: Activation | None, turned: bool = False) 
     sizes |= {"COLUMNS": form.columns} if form.many else {"GROUPS": form.columns // 64}
     if coding is not None:
         sizes |= {"BITS": coding.bits, "SETS": coding.sets, "ZEROS": int(coding.zeros), "FLOATS": int(coding.floats)}
+        sizes |= {"SHIFTS": int(coding.shifts), "SCALES": coding.scales.value} | (
+            {"SCALED_CODES": 1} if form.many else {}
+        )
     kernel = "linear/packed_gemm.cu" if form.many else "linear/ring.cu"
     sources = (kernel,) if coding is None else ("linear/packed.cuh", kernel)
     text = nvrtc.source("build/matrix.cuh", "build/early.cuh", "build/activation.cuh")
@@ -96,10 +99,11 @@ class RingLinear:
         form = form_of(self.forms, x.shape[0])
         return self.others(x, around) if form is None else self.compute(x, around, form)
 
-    def compute(self, x: Tensor, around: Around, form: RingForm) -> Fused:
+    def compute(self, x: Tensor, around: Around, form: RingForm, into: Tensor | None = None) -> Fused:
+        """``into``: columns of something larger that become the result; for few rows, without residual and scale."""
         x, outs, kernels = x.reshape(-1, x.shape[-1]).contiguous(), self.shape.outs, self.kernels
         tokens, ins = x.shape
-        y = self.empty((tokens, outs), x.dtype, x.device)
+        y = self.empty((tokens, outs), x.dtype, x.device) if into is None else into
         scaled = sums = None
         if around.scale is not None:
             scaled = self.empty((tokens, outs), x.dtype, x.device)
@@ -107,7 +111,7 @@ class RingLinear:
             sums = torch.empty((form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device)
         pieces = 0 if around.squares is None else around.squares.shape[0]
         units = self.units if isinstance(self.weight, Tensor) else self.weight.factor
-        turned = not isinstance(self.weight, Tensor) and self.weight.gated and around.gate is None
+        turned = self.turned and around.gate is None
         function = kernels.function((replace(form, late=False), around.gate, turned))
         inputs = kernels.input_map(x, form.rows)
         size = (
@@ -124,10 +128,16 @@ class RingLinear:
         function.launch(
             *size, inputs, self._weights(form.columns), _at(around.squares), _at(self.bias), _at(around.residual),
             _at(around.scale), c_int(0 if around.scale is None else around.scale.element_size()), _at(y), _at(scaled), _at(sums),
-            c_int(pieces), c_int(tokens), c_int(outs), c_int(ins), c_float(around.eps), c_int(form.late),
+            c_int(pieces), c_int(tokens), c_int(outs), c_int(outs if into is None else into.stride(0)), c_int(ins), c_float(around.eps),
+            c_int(form.late),
             *(() if units is None else (_at(units),)), pdl=self.pdl, cluster=form.ways,
         )  # fmt: skip
         return y, scaled, sums
+
+    @property
+    def turned(self) -> bool:
+        """Whether rows of the weight lie as a gate's do."""
+        return not isinstance(self.weight, Tensor) and self.weight.gated
 
     def _weights(self, columns: int) -> TensorMap | c_void_p:
         if not isinstance(self.weight, Tensor):

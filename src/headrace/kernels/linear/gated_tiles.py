@@ -64,6 +64,7 @@ class Tile:
 TOGETHER = tuple(Tile(columns) for columns in (256, 224, 192, 128))  # that are worth trying: for some hundred rows
 IN_TURNS = tuple(Tile(columns, Form.TURNS) for columns in (192, 176))  # for a prompt's
 TALL = (Tile(192, Form.TALL),)  # and for a long one's
+EIGHT_TILES = tuple(Tile(columns, Form.TURNS) for columns in (192, 176, 160, 128))  # of numbers of 8 bits
 TILES = (*TOGETHER, *IN_TURNS, *TALL)
 Tiles = tuple[tuple[int, Tile | None], ...]  # up to so many rows: this tile, or none
 

@@ -1,4 +1,5 @@
-// A gate and what it gates as one product, for a prompt's many rows: y = act(x Wᵀ) ⊙ (x Vᵀ), W and V one behind the other in one matrix.
+// A gate and what it gates as one product, for a prompt's many rows: y = act(x Wᵀ) ⊙ (x Vᵀ), W and V one behind the other in one matrix. Or
+// (EIGHT 1: FP8, 2: int8) a product of numbers of 8 bits, whose scales come with what it is given.
 //
 // Two groups of four warps take tiles of ROWS rows in turn, each a whole one: while one finishes its tile, the other multiplies, so that the
 // matrix units never wait for an activation (what CUTLASS calls ping-pong). Two programs, a cluster, have tiles below each other: each asks
@@ -6,6 +7,18 @@
 //
 // Behind gated_end.cuh. Given from outside: COLUMNS, STAGES, KIND, and mma(), the instruction for COLUMNS.
 #define BAND 8  // pairs of rows of tiles
+#ifdef EIGHT
+#define SCALES , const float *of_x, const float *of_w
+#define SECOND (COLUMNS / 2)  // where the half of a tile's weights that is not gate begins
+#else
+#define SCALES
+#define SECOND outs
+#endif
+#if defined(EIGHT) && EIGHT == 2
+#define SUM int
+#else
+#define SUM float
+#endif
 
 __device__ __forceinline__ void turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group) : "memory"); }
 __device__ __forceinline__ void pass_to(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group) : "memory"); }
@@ -22,7 +35,7 @@ struct Deal {
 };
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 *y, int tokens, int outs, int ins) {
+gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 *y, int tokens, int outs, int ins SCALES) {
   extern __shared__ unsigned char raw[];
   u32 base = (shared(raw) + 1023) & ~1023u;
   u32 x_at = base, w_at = base + STAGES * X_BYTES, full = w_at + STAGES * W_BYTES, empty = full + 8 * STAGES;
@@ -40,7 +53,7 @@ gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 
       int s = 0, phase = 1;
       for (int tile = blockIdx.x / 2; tile < deal.tiles; tile += clusters) {
         Place at = deal.place(tile);
-        int half = rank ? outs + at.column : at.column;  // of the weights: one brings gate, the other what it gates
+        int half = rank ? SECOND + at.column : at.column;  // of the weights: one brings gate, the other what it gates
         for (int k = 0; k < steps; k++) {
           u32 bar = full + 8 * s, x = x_at + s * X_BYTES, w = w_at + s * W_BYTES;
           wait(empty + 8 * s, phase);  // in both programs
@@ -64,7 +77,7 @@ gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 
       int at = s + steps;
       phase ^= at / STAGES & 1, s = at % STAGES;
     };
-    float c[2][COLUMNS / 2];
+    SUM c[2][COLUMNS / 2];
     if (group == 2) skip(), pass_to(1);  // the first turn is the first group's
     for (int tile = blockIdx.x / 2 + (group - 1) * clusters; tile < deal.tiles; tile += 2 * clusters) {
       turn(group);
@@ -93,7 +106,12 @@ gated(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, u16 
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         hold(c[half]);
-        finish(c[half], y, at.row + half * 64 + thread / 32 * 16 + thread % 32 / 4, at.column, tokens, outs);
+        int row = at.row + half * 64 + thread / 32 * 16 + thread % 32 / 4;
+#ifdef EIGHT
+        finish(c[half], of_x, of_w, y, row, at.column, tokens, outs);
+#else
+        finish(c[half], y, row, at.column, tokens, outs);
+#endif
       }
     }
   }

@@ -1,19 +1,24 @@
-// Weights of 4 or 8 bits for ring.cu and packed_gemm.cu: how a program multiplies them. They leave memory as they are kept, and are widened to bfloat16 in the
+// Weights of 1 to 8 bits for ring.cu and packed_gemm.cu: how a program multiplies them. They leave memory as they are kept, and are widened to bfloat16 in the
 // registers that the matrix instruction reads (after MARLIN, Frantar et al. 2024).
 //
-// A block is 64 rows of W by DEPTH of K (packing.py lays them out): codes, then the scales (float16, in units of ``units``) of each of SETS
-// groups of K for 64 rows, then with ZEROS as many offsets (bfloat16): the code of zero, at 4 bits plus 128. A thread has codes of 16 bytes
-// and 16 bytes, in the order in which the instruction wants them.
+// A block is 64 rows of W by DEPTH of K (packing.py lays them out): codes, plane by plane, then the scales of each of SETS groups of K for 64
+// rows (in units of ``units``), then with ZEROS as many offsets (bfloat16): the code of zero, of fewer than 8 bits plus 128; or with SHIFTS
+// what is added, like the scales. A thread has codes of up to 16 bytes and 16 bytes, in the order in which the instruction wants them.
 //
-// Behind matrix.cuh. Given from outside: ROWS, BITS, SETS, ZEROS, FLOATS (codes are e2m1 or e4m3; else integers, whose zero is in the middle
-// unless ZEROS tell), and mma(), the instruction for ROWS that takes
-// its 64 rows from registers; without ROWS, how codes are widened is all there is.
+// Behind matrix.cuh. Given from outside: ROWS, BITS, SETS, ZEROS, SHIFTS, SCALES (as packing.Scales numbers them), FLOATS (codes are e2m1 or
+// e4m3; else integers, whose zero is in the middle unless ZEROS or SHIFTS tell), and mma(), the instruction for ROWS that takes
+// its 64 rows from registers. Without ROWS, how codes of 4 and 8 bits are widened is all there is.
 #define DEPTH 128
-#define HALVES (SETS > 2 ? SETS : 2)  // parts of a step whose sums are kept apart
+#define HALVES 2  // of a step
 #define SIXTEENS (DEPTH / 16 / HALVES)
-#define WORDS (SIXTEENS * BITS / 4)  // of codes, a thread and half
+#define WORDS (SIXTEENS * (BITS & 12) / 4)  // of a thread and half, of the plane of 8 or 4 bits
 #define CODE_BYTES (64 * DEPTH * BITS / 8)
-#define BLOCK_BYTES (CODE_BYTES + SETS * 128 * (1 + ZEROS))
+#ifndef SCALES
+#define SCALES 0
+#define SHIFTS 0
+#endif
+#define SCALE_BYTES (SCALES == 3 ? 128 + 64 * SETS : (SCALES ? 64 : 128) * SETS)
+#define BLOCK_BYTES (CODE_BYTES + SCALE_BYTES * (1 + (ZEROS || SHIFTS)))
 
 __device__ __forceinline__ void load_block(u32 to, const unsigned char *blocks, int tile, int step, int steps, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
@@ -26,6 +31,7 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 rest) {
 }
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) { u32 r; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 __device__ __forceinline__ u32 read_twice(u32 at) {  // a bfloat16, in both halves of a register
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
@@ -70,102 +76,172 @@ __device__ __forceinline__ void widen(u32 (&a)[4], const u32 *codes, const u32 (
 }
 
 #ifdef ROWS
-#if SETS == 1
-// Of a step all sums have one scale. A half's codes are widened while the half before is multiplied, of the step before, too.
+// Codes of fewer than 8 bits in bfloat16's place are as many times 2^-133: the least that it knows, whose exponent's last bit goes on counting. So one
+// fma makes numbers of them. Those of 4 bits of the second row stay 4 bits further up, and get a 16th of the factor.
+#define INTEGERS (BITS < 8 && !FLOATS)
+#define IN_PLACE (BITS == 4 && INTEGERS)
+#ifndef SCALED_CODES
+#define SCALED_CODES (SETS > 1 || SHIFTS)  // each weight is scaled; else sums of a step are
+#endif
+#define TINY (!INTEGERS ? 0 : !SCALED_CODES ? 6 : SCALES == 3 ? 28 : 21)  // weights are so many powers of 2 too small
+#define UNWIDENED ((float)(1 << TINY))
+
+__device__ __forceinline__ u32 twice(float v) { return pack(v, v); }
+__device__ __forceinline__ u32 read_word(u32 at) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
+__device__ __forceinline__ u32 read_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
+
+// Scales or shifts of one row, if ``there`` are some. ``at``: where they begin in its block.
+struct Section {
+  u32 small[SETS > 4 ? 2 : 1], at, row;
+  float by, lift;
+  __device__ __forceinline__ Section(u32 at_, u32 row_, bool there) : at(at_), row(row_) {
+    if (SCALES != 3 || !there) return;
+    by = read_scale(at + row * 2);
+#pragma unroll
+    for (int i = 0; i < (SETS + 3) / 4; i++) small[i] = read_word(at + 128 + row * SETS + 4 * i) ^ 0x80808080;
+    lift = -32896 * by;
+  }
+  __device__ __forceinline__ float of(int set) {
+    if (SCALES == 3) return fmaf(__uint_as_float(__byte_perm(small[set / 4], 0x47000000, 0x7404 | set % 4 << 4)), by, lift);  // 2^15 + byte: exact
+    if (SCALES == 0) return read_scale(at + (set * 64 + row) * 2);
+    u32 code = read_byte(at + set * 64 + row);
+    if (SCALES == 1) return __uint_as_float(code << 23);
+    return __uint_as_float((code & 128) << 24 | (code & 127) << 20) * 0x1p120f;
+  }
+};
+
+struct Codes {  // of a thread, 64 of K
+  u32 most[WORDS ? WORDS : 1], twos[2], ones;
+  __device__ __forceinline__ Codes(u32 own, int half) {  // ``own``: 16 bytes a thread behind the beginning of its block
+    if constexpr (WORDS > 0) read_words(most, own + half * (WORDS / 4) * 2048, 2048);
+    u32 thread = threadIdx.x % 128;
+    if (BITS & 2) read_words(twos, own - thread * 8 + ((BITS & 4) * 1024 + half * 1024), 0);
+    if (BITS & 1) ones = read_word(own - thread * 12 + ((BITS & 6) * 1024 + half * 512));
+  }
+  // The pair of codes that makes ``widen``'s a[i], of 16 of K.
+  __device__ __forceinline__ u32 pair(int j, int i) const {
+    if (IN_PLACE) return (i / 2 ? most[j] >> 8 : most[j]) & (i % 2 ? 0x00F000F0 : 0x000F000F);
+    constexpr int ABOVE = BITS & 4, LAST = BITS & 6;  // where bits of twos and ones go
+    u32 code = BITS & 4 ? most[j] >> 4 * i & 0x000F000F : 0;
+    if (BITS & 2) {  // two bits of the first at 2 i, of the second 16 further up
+      u32 two = __byte_perm(twos[j / 2], 0, j % 2 ? 0x4342 : 0x4140);
+      code = and_or(ABOVE > 2 * i ? two << (ABOVE - 2 * i) : two >> (2 * i - ABOVE), 0x00030003 << ABOVE, code);
+    }
+    if (BITS & 1) {
+      u32 one = __byte_perm(ones, 0, 0x4440 | j) * 0x1001;
+      code = and_or(LAST > i ? one << (LAST - i) : one >> (i - LAST), 0x00010001 << LAST, code);
+    }
+    return code;
+  }
+};
+
+struct Factors {  // of rows g and g + 8, twice: codes times ``by`` and ``add``; where each has a zero and a scale, ``times`` comes behind
+  u32 by[2], add[2], times[2];
+  // ``block``: its scales; ``row``: of the first.
+  __device__ __forceinline__ void read(u32 block, u32 row, int set, Section (&scales)[2], Section (&shifts)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      constexpr float SHORT = 1 / UNWIDENED;
+      u32 zero = ZEROS ? read_twice(block + SCALE_BYTES + (set * 64 + row + 8 * h) * 2) : 0;
+      bool high = IN_PLACE && h;
+      if (INTEGERS && (ZEROS || !SCALED_CODES)) {
+        by[h] = high ? 0x7D007D00 : 0x7F007F00;  // 2^123, 2^127
+        add[h] = ZEROS ? fma2(zero, 0xBC80BC80, 0x40004000) : twice(-0x1p-6f * (1 << (BITS - 1)));  // of zeros without their 128
+        if (SCALED_CODES) times[h] = twice(scales[h].of(set) * (SHORT * 64));
+      } else if (INTEGERS) {
+        float scale = scales[h].of(set);
+        by[h] = twice(scale * (high ? SHORT * 0x1p123f * 64 : SHORT * 0x1p127f * 64));
+        add[h] = twice(SHIFTS ? shifts[h].of(set) * SHORT : scale * (-SHORT * (1 << (BITS - 1))));
+      } else {
+        add[h] = ZEROS ? zero : 0x43004300u;
+        if (SCALED_CODES) times[h] = twice(scales[h].of(set));
+      }
+    }
+  }
+  __device__ __forceinline__ void widen(u32 (&a)[4], const Codes &codes, int j) const {
+    if constexpr (INTEGERS) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = fma2(codes.pair(j, i), by[i % 2], add[i % 2]);
+    } else {
+      ::widen(a, codes.most + j * BITS / 4, add);
+    }
+    if (SCALED_CODES && (ZEROS || !INTEGERS)) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[i] = mul2(a[i], times[i % 2]);
+    }
+  }
+};
+
+// A half's codes are widened while the half before is multiplied, of the step before, too. Where all sums of a step have one scale, they are
+// kept apart until then.
 struct Packed {
+#if !SCALED_CODES
   float part[ROWS / 2], scale[2];
-  u32 a[2][SIXTEENS][4], zero[2], own = threadIdx.x % 128 * 16, beside = CODE_BYTES + (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) * 2;
+#endif
+  u32 a[2][SIXTEENS][4], own = threadIdx.x % 128 * 16, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 
   __device__ __forceinline__ Packed() {
-    keep(own), keep(beside);
+    keep(own), keep(row);
+#if !SCALED_CODES
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) part[i] = 0;
     scale[0] = scale[1] = 0;
+#endif
   }
   __device__ __forceinline__ void prepare(u32 block, int half) {
-    u32 codes[WORDS];
-    read_words(codes, block + half * WORDS / 4 * 2048 + own, 2048);
+    constexpr int KINDS = SETS > 1 ? SETS / 2 : 1;
+    u32 side = block + CODE_BYTES, after = side + SCALE_BYTES;
+    Section scales[2] = {{side, row, SCALED_CODES}, {side, row + 8, SCALED_CODES}}, shifts[2] = {{after, row, SHIFTS}, {after, row + 8, SHIFTS}};
+    Factors factors[KINDS];
+    Codes codes(block + own, half);
+#pragma unroll
+    for (int k = 0; k < KINDS; k++) factors[k].read(side, row, SETS > 1 ? half * KINDS + k : 0, scales, shifts);
     finished<1>();  // who reads these registers
 #pragma unroll
-    for (int j = 0; j < SIXTEENS; j++) widen(a[half][j], codes + j * BITS / 4, zero);
+    for (int j = 0; j < SIXTEENS; j++) factors[j * KINDS / SIXTEENS].widen(a[half][j], codes, j);
   }
-  __device__ __forceinline__ void multiply(u32 inputs, int half) {
+  __device__ __forceinline__ void multiply(float (&c)[ROWS / 2], u32 inputs, int half) {
     begin();
 #pragma unroll
     for (int j = 0; j < SIXTEENS; j++) {
       int k = half * SIXTEENS + j;
+#if SCALED_CODES
+      mma(c, a[half][j], described(inputs + k / 4 * (ROWS * 128)) + k % 4 * 2, 1);
+#else
       mma(part, a[half][j], described(inputs + k / 4 * (ROWS * 128)) + k % 4 * 2, k);
+#endif
     }
     commit();
   }
   __device__ __forceinline__ void take(float (&c)[ROWS / 2]) {
     finished<0>();
+#if SCALED_CODES
+    hold(c);
+#else
     hold(part);
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++) c[i] += scale[i / 2 % 2] * part[i];
+#endif
   }
   // The step before is over behind ``first``: nobody reads its inputs any more. ``inputs``: 64 of K of all rows, and again.
   // ``bar``, ``parity``: of what has arrived. Only what is above a second wait for it is done while something is still multiplied.
   __device__ __forceinline__ void first(float (&c)[ROWS / 2], u32 block, u32 bar, u32 parity) {
+#if !SCALED_CODES
     float now[2];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      zero[h] = ZEROS ? read_twice(block + beside + 128 + h * 16) : BITS == 4 ? 0x43084308u : 0x43004300u;
-      now[h] = read_scale(block + beside + h * 16);
-    }
+    for (int h = 0; h < 2; h++) now[h] = read_scale(block + CODE_BYTES + (row + 8 * h) * 2);
+#endif
     prepare(block, 0);
     wait(bar, parity);
     take(c);
+#if !SCALED_CODES
     scale[0] = now[0], scale[1] = now[1];
-  }
-  __device__ __forceinline__ void second(u32 block, u32 inputs) {
-    multiply(inputs, 0);
-    prepare(block, 1);
-    multiply(inputs, 1);
-  }
-};
-#else
-struct Packed {
-  float part[2][ROWS / 2], scale[2][2];
-  u32 a[2][SIXTEENS][4];
-
-  // One step of K. ``inputs``: 64 of K of all rows, and again.
-  __device__ __forceinline__ void step(float (&c)[ROWS / 2], u32 block, u32 inputs) {
-    int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) {
-      int now = half % 2, set = half * SETS / HALVES;
-      u32 codes[WORDS], zero[2] = {BITS == 4 ? 0x43084308u : 0x43004300u, BITS == 4 ? 0x43084308u : 0x43004300u};
-      int at = half * WORDS;
-      read_words(codes, block + at / 4 * 2048 + thread * 16 + at % 4 * 4, 2048);
-      u32 beside = block + CODE_BYTES + (set * 64 + row) * 2;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        if (ZEROS) zero[h] = read_twice(beside + SETS * 128 + h * 16);
-        scale[now][h] = read_scale(beside + h * 16);
-      }
-#pragma unroll
-      for (int j = 0; j < SIXTEENS; j++) widen(a[now][j], codes + j * BITS / 4, zero);
-      begin();
-#pragma unroll
-      for (int j = 0; j < SIXTEENS; j++) {
-        int k = half * SIXTEENS + j;
-        mma(part[now], a[now][j], described(inputs + k / 4 * (ROWS * 128)) + k % 4 * 2, j);
-      }
-      commit();
-      if (half) {
-        finished<1>();
-        take(c, 1 - now);
-      }
-    }
-    finished<0>();
-    take(c, (HALVES - 1) % 2);
-  }
-  __device__ __forceinline__ void take(float (&c)[ROWS / 2], int which) {
-    hold(part[which]);
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) c[i] += scale[which][i / 2 % 2] * part[which][i];
-  }
-};
 #endif
+  }
+  __device__ __forceinline__ void second(float (&c)[ROWS / 2], u32 block, u32 inputs) {
+    multiply(c, inputs, 0);
+    prepare(block, 1);
+    multiply(c, inputs, 1);
+  }
+};
 #endif

@@ -123,9 +123,8 @@ ring(const __grid_constant__ Map x_map, const unsigned char *__restrict__ blocks
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   wait_for_before();
   int thread = threadIdx.x, group = __shfl_sync(~0u, thread / 128, 0), warp = thread / 32 % 4, lane = thread % 32;
-  u32 own = w_at + (IN_TURN ? 0 : group * HIGH * BLOCK_BYTES), own_scales = own + CODE_BYTES + (warp * 16 + lane / 4) * 2;
-  own += thread % 128 * 16;
-  keep(own), keep(own_scales);
+  u32 own = w_at + (IN_TURN ? 0 : group * HIGH * BLOCK_BYTES) + thread % 128 * 16, row = warp * 16 + lane / 4;
+  keep(own), keep(row);
   Ring at = {0, 0};
   int read = 0, w = 0;
   if (IN_TURN && group) at.next(2), read = 2, w = 1;
@@ -135,37 +134,33 @@ ring(const __grid_constant__ Map x_map, const unsigned char *__restrict__ blocks
     if (read >= STAGES) read -= STAGES;
   };
   float c[HIGH][ROWS / 2];
-  u32 a[2][SIXTEENS][4], zero[HIGH][2], scale[HIGH][2];
+  u32 a[2][SIXTEENS][4];
+  Factors factors[HIGH];
   for (int i = 0, tile = deal.tile; i < deal.total; i += deal.count, tile += gridDim.x) {
 #pragma unroll
     for (int j = 0; j < HIGH * ROWS / 2; j++) c[j / (ROWS / 2)][j % (ROWS / 2)] = 0;
     for (int k = IN_TURN ? group : 0; k < deal.count; k += IN_TURN ? 2 : 1) {
       bool later = k > (IN_TURN ? group : 0);
-      u32 codes_at = own + w * W_BYTES, scales_at = own_scales + w * W_BYTES;
+      u32 codes_at = own + w * W_BYTES;
       w += IN_TURN ? 2 : 1;
       if (w >= W_STAGES) w -= W_STAGES;
       Ring second = at;
       second.next();
       wait(full + 8 * at.s, at.phase);
 #pragma unroll
-      for (int h = 0; h < 2 * HIGH; h++) {
-        u32 beside = scales_at + h / 2 * BLOCK_BYTES + h % 2 * 16;
-        zero[h / 2][h % 2] = ZEROS ? read_twice(beside + 128) : BITS == 4 ? 0x43084308u : 0x43004300u;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(scale[h / 2][h % 2]) : "f"(read_scale(beside)));
+      for (int band = 0; band < HIGH; band++) {
+        u32 side = codes_at - thread % 128 * 16 + band * BLOCK_BYTES + CODE_BYTES;
+        Section scales[2] = {{side, row, true}, {side, row + 8, true}};
+        factors[band].read(side, row, 0, scales, scales);
       }
 #pragma unroll
       for (int u = 0; u < UNITS; u++) {
         int half = u / HIGH, band = u % HIGH, now = u % 2;
-        u32 codes[WORDS];
-        read_words(codes, codes_at + band * BLOCK_BYTES + half * WORDS / 4 * 2048, 2048);
+        Codes codes(codes_at + band * BLOCK_BYTES, half);
         finished<1>();  // who reads the registers that are written now: all but the last unit
         if (HIGH == 1 || u % 2) release(later || u > 1, u == 1);
 #pragma unroll
-        for (int j = 0; j < SIXTEENS; j++) {
-          widen(a[now][j], codes + j * BITS / 4, zero[band]);
-#pragma unroll
-          for (int h = 0; h < 4; h++) a[now][j][h] = mul2(a[now][j][h], scale[band][h % 2]);
-        }
+        for (int j = 0; j < SIXTEENS; j++) factors[band].widen(a[now][j], codes, j);
         // For both halves: no branch may come between a unit that is under way and the next. Whatever is above is done before it.
         if (u == 0) wait(full + 8 * second.s, second.phase);
         u64 x = described(base + (half ? second : at).s * X_BYTES);
@@ -209,7 +204,7 @@ ring(const __grid_constant__ Map x_map, const unsigned char *__restrict__ blocks
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         int first = column + h * APART;
-        unit[h] = units[tile * COLUMNS + place * 64 + warp * 16 + lane / 4 + 8 * h];
+        unit[h] = units[tile * COLUMNS + place * 64 + warp * 16 + lane / 4 + 8 * h] * UNWIDENED;
         offset[h] = bias && (PAIRED ? column : first) < last ? wide(bias[first + lane / 4]) : 0;
       }
       // Four blocks of eight rows of x, ``first`` and every WAYS-th: eight columns of y together.

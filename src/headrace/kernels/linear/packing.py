@@ -6,8 +6,8 @@
                next thread; and again, until the block's are there. A thread's are in the order of the matrix
                instruction: of 16 of K its
                rows g and g + 8, and columns 2t, 2t + 1, 2t + 8, 2t + 9 (MARLIN, Frantar et al. 2024)
-    scales     of each group of K 64 of them, as ``Coding.scales`` says; then as many codes of zero, bfloat16, or
-    shifts, where there are some
+    scales     of each group of K 64 of them, as ``Coding.scales`` says (bytes: of each row those of all groups); then
+    as many codes of zero, bfloat16, or shifts, where there are some
 
 What lives here: the layout, into it and back, and what it takes of memory. What may not: kernels, what formats mean
 (quant/).
@@ -83,15 +83,18 @@ class Coding:
 
     @property
     def ring(self) -> bool:
-        """Whether packed.cuh multiplies it."""
-        return (
-            self.bits in (4, 8)
-            and not self.rotation
-            and self.sets <= 4
-            and self.scales is Scales.HALF
-            and not self.shifts
-            and not self.table
-        )
+        """Whether ring.cu multiplies it."""
+        return not (self.rotation or self.table)
+
+    @property
+    def plain(self) -> bool:
+        """Whether experts.cu does."""
+        return self.ring and self.bits in (4, 8) and self.sets <= 4 and self.scales is Scales.HALF and not self.shifts
+
+    @property
+    def many(self) -> bool:
+        """Whether packed_gemm.cu does, for many rows."""
+        return self.plain and self.sets == 1
 
     @property
     def whole(self) -> bool:
@@ -271,7 +274,8 @@ def _pack(part: Codes, coding: Coding, *, gated: bool) -> tuple[Tensor, Tensor]:
         elif coding.scales is Scales.HALF:
             sections.append(half(values, part.group, coding.sets))
         else:
-            sections.append(by_set(values.view(torch.uint8), part.group, coding.sets))
+            laid = by_set(values.view(torch.uint8), part.group, coding.sets)
+            sections.append(laid.transpose(2, 3) if coding.scales is Scales.BYTE else laid)
     blocks = torch.cat([each.reshape(tiles, steps, -1) for each in sections], -1)
     return blocks, F.pad(factor.float() * unit.view(-1), (0, tiles * ROWS - outs))
 
@@ -345,7 +349,8 @@ def _section(blocks: Tensor, at: int, coding: Coding, *, zeros: bool) -> Tensor:
     elif coding.scales is Scales.HALF:
         found = rows(taken(at, 2 * sets * ROWS, torch.float16), sets)
     elif coding.scales is Scales.BYTE:
-        found = rows(taken(at, 2 * ROWS, torch.float16), 1) * rows(taken(at + 2 * ROWS, sets * ROWS, torch.int8), sets)
+        small = taken(at + 2 * ROWS, sets * ROWS, torch.int8).reshape(tiles, steps, ROWS, sets).permute(0, 2, 1, 3)
+        found = rows(taken(at, 2 * ROWS, torch.float16), 1) * small.float()
     elif coding.scales is Scales.FP8:
         found = rows(taken(at, sets * ROWS, torch.float8_e4m3fn), sets)
     else:

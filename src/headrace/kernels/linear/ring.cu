@@ -15,6 +15,7 @@
 //
 // W and x of 8 bits (EIGHT 1: FP8, 2: int8) lie in pairs: DEPTH, ``ins`` and the copies count those. Their scales come in place of the squares
 // (of x, of each row, already normed) and in ``units`` (of W, likewise); with BLOCKED of each step, that is of 128 of K, and of 128 rows of W.
+// A row of y has ``across`` columns; others may be another product's, if nothing is added or scaled.
 //
 // Behind matrix.cuh and early.cuh. Given from outside: ROWS, GROUPS, STAGES, WAYS, KIND (-1: no gate), and mma(), the instruction for ROWS.
 #define TALL (64 * GROUPS)
@@ -106,7 +107,7 @@ struct Deal {  // what a program has to do: whole tiles, every so-manieth, or a 
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
 ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16 *bias, const u16 *residual,
-     const void *scale, int scale_bytes, u16 *y, u16 *scaled, float *sums, int pieces, int tokens, int outs, int ins, float eps, int late UNIT) {
+     const void *scale, int scale_bytes, u16 *y, u16 *scaled, float *sums, int pieces, int tokens, int outs, int across, int ins, float eps, int late UNIT) {
   extern __shared__ unsigned char raw[];
   __shared__ float slices[THREADS], norm[ROWS], across[4 * GROUPS][ROWS];
   __shared__ u64 bars[2 * STAGES + 1];
@@ -196,7 +197,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     for (int h = 0; h < 2; h++) {
       int first = first_column(tile), column = first + apart * h;
 #ifdef BITS
-      unit[h] = units[tile * TALL + group * 64 + warp * 16 + lane / 4 + 8 * h];
+      unit[h] = units[tile * TALL + group * 64 + warp * 16 + lane / 4 + 8 * h] * UNWIDENED;
 #elif defined(SCALED)
       unit[h] = first < end && column < outs ? units[column + (KIND < 0 ? 0 : h * outs)] : 0;
 #endif
@@ -228,7 +229,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
         u64 to = (u64)token * outs + column;
         if (KIND >= 0) total = act(total) * (v[2 + e] * other + offset[1]);
         u16 rounded = narrow(total + wide(rest[2 * h + e]));
-        y[to] = rounded;
+        y[(u64)token * across + column] = rounded;
         if (scale) {
           float now = wide(rounded);
           scaled[to] = narrow(now * factor[h]);
@@ -301,14 +302,11 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       for (int j = 0; j < ROWS / 4; j++) own[j] = own_scales[(u64)min(j / 2 * 8 + pair + j % 2, tokens - 1) * deal.steps + deal.begin + k];
 #endif
       wait(full + 8 * s, phase);
-#if defined(BITS) && SETS == 1
+#ifdef BITS
       packed.first(c, base + s * STAGE_BYTES + own_block, full + 8 * s, phase);
       if (k && thread % 128 == 0) arrive(empty + 8 * before);
-      packed.second(base + s * STAGE_BYTES + own_block, base + s * STAGE_BYTES + X_AT);
+      packed.second(c, base + s * STAGE_BYTES + own_block, base + s * STAGE_BYTES + X_AT);
       before = s;
-#elif defined(BITS)
-      packed.step(c, base + s * STAGE_BYTES + own_block, base + s * STAGE_BYTES + X_AT);
-      if (thread % 128 == 0) arrive(empty + 8 * s);
 #else
       begin();
       u64 x = described(base + s * STAGE_BYTES + X_AT), w = described(base + s * STAGE_BYTES + group * 8192);
@@ -329,10 +327,10 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
 #endif
       if (++s == STAGES) { s = 0; phase ^= 1; }
     }
-#if defined(BITS) && SETS == 1
+#ifdef BITS
     packed.take(c);
     if (thread % 128 == 0) arrive(empty + 8 * before);
-#elif !defined(BITS)
+#else
     finished<0>();
     if (thread % 128 == 0) arrive(empty + 8 * before);
     hold(SUMS);

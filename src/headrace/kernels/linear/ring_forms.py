@@ -160,8 +160,8 @@ def forms_at(shape: Shape, processors: int, device: str, coding: Coding | None, 
 
 
 def row_classes(shape: Shape, coding: Coding | None, eight: str) -> tuple[int, ...]:
-    """The most rows of each; sums of several scales a block leave no registers for 128."""
-    if shape.gated or (coding is not None and coding.sets > 1):
+    """The most rows of each; packed_gemm.cu has no gate in its tables."""
+    if shape.gated or (coding is not None and not coding.many):
         return FEWER_ROWS
     return (*FEWER_ROWS, MOST_EIGHT) if eight else (*FEWER_ROWS, *MANY_ROWS)
 

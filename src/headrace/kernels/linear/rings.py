@@ -9,29 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.candidate import CallSite, Shape, WeightFacts
+from headrace.kernels.linear import cuda_gated
 from headrace.kernels.linear.around import ALONE, MOST_ROWS, Around, Fuse, Fused
-from headrace.kernels.linear.coded import Coded, CodedLinear
+from headrace.kernels.linear.coded import Coded, CodedFused, CodedLinear, CodedProduct
+from headrace.kernels.linear.cuda_gated import EightBitGemm
 from headrace.kernels.linear.cuda_ring import Kernels, RingLinear, kernels_of
 from headrace.kernels.linear.eight_bits import Composed, Composing, EightBitLinear, Maker
 from headrace.kernels.linear.flat_linear import create_fused
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
-from headrace.kernels.linear.packing import Packed
+from headrace.kernels.linear.packing import Coding, Packed
 from headrace.kernels.linear.ring_forms import RingForm, RingForms, form_of, forms_at
 from headrace.spec import Activation
 
 
 def _at(site: CallSite[WeightFacts], kind: str = "") -> tuple[RingForms, Kernels]:
+    return forms_at(_shape(site), site.card.processors, site.card.name, None, kind), _kernels(site)
+
+
+def _shape(site: CallSite[WeightFacts]) -> Shape:
     """Whole products of quantised weights multiply a gate as one matrix."""
-    device = torch.device("cuda", torch.cuda.current_device() if site.device.index is None else site.device.index)
-    kernels = kernels_of(device.index)
-    coding = next((each for each in site.facts.codings if each is not None), None)
-    shape = site.facts.shape if site.op in ("fused_linear", "packed_fused_linear") else site.facts.laid
-    return forms_at(shape, site.card.processors, site.card.name, coding, kind), kernels
+    return site.facts.shape if site.op in ("fused_linear", "packed_fused_linear") else site.facts.laid
+
+
+def _kernels(site: CallSite[WeightFacts]) -> Kernels:
+    return kernels_of(torch.cuda.current_device() if site.device.index is None else site.device.index)
 
 
 def create_ring(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], RingLinear]:
@@ -50,37 +58,53 @@ def create_ring(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class CodedRings:
-    """Makes layers whose weights are codes (packed.cuh); of those that are not one matrix, and in another order than
-    inputs, as ``coded`` does."""
+    """Makes layers whose weights are codes (packed.cuh); of those that lie in another order than inputs, as ``coded``
+    does. ``forms``: of each matrix that a layer is made of, by its coding and rows."""
 
     coded: Coded
-    forms: RingForms
+    forms: dict[tuple[Coding, int], RingForms]
     kernels: Kernels
 
     @classmethod
     def at(cls, site: CallSite[WeightFacts]) -> CodedRings:
-        return cls(Coded.at(site), *_at(site))
+        card, facts, whole = site.card, site.facts, _shape(site)
+        codings = [each for each in facts.codings if each is not None]
+        apart = [
+            (coding, sum(outs for _, outs in part))
+            for coding, part in groupby(zip(codings, facts.parts, strict=False), key=itemgetter(0))
+        ]
+        shapes = {(each, outs): Shape(outs, whole.ins) for each, outs in apart} or {
+            (codings[0], facts.laid.outs): whole
+        }
+        forms = {key: forms_at(shape, card.processors, card.name, key[0]) for key, shape in shapes.items()}
+        return cls(Coded.at(site), forms, _kernels(site))
 
     def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Fuse | None:
-        others = self.coded.fused(pieces, bias)
-        if others is None or others.product.packed.order is not None:
-            return others
-        site, product = self.coded.site, others.product
-        return RingLinear(
-            product.packed, bias, site.facts.shape, self.forms, self.kernels, site.pdl, others, {}, site.empty
-        )
+        """Of several matrices each takes the norm in; a gate has one."""
+        parts = [self._ring(each, CodedFused(each)) for each in self.coded.products(pieces, bias)]
+        if None in parts or not parts:
+            return self.coded.fused(pieces, bias)
+        rings = [each for each in parts if each is not None]
+        if len(rings) > 1:
+            return None if self.coded.site.facts.gated else RingsBelow(tuple(rings))
+        return rings[0] if rings[0].shape.gated == rings[0].turned else None
 
     def linear(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        others, site, none = self.coded.linear(pieces, bias), self.coded.site, _nobody
-        if (
-            not isinstance(others, CodedLinear)
-            or len(others.products) > 1
-            or others.products[0].packed.order is not None
-        ):
-            return others
-        packed = others.products[0].packed
-        ring = RingLinear(packed, bias, site.facts.laid, self.forms, self.kernels, site.pdl, none, {}, site.empty)
-        return ManyRing(ring, others)
+        products = self.coded.products(pieces, bias)
+        parts = [(self._ring(each, _nobody), CodedLinear((each,))) for each in products]
+        least = MOST_ROWS + 1 if self.coded.site.facts.fused else 1
+        made = [others if ring is None else ManyRing(ring, others, least) for ring, others in parts]
+        if len(made) == 1:
+            return made[0]
+        return Below(tuple(made)) if made else self.coded.linear(pieces, bias)
+
+    def _ring(self, product: CodedProduct, others: Fuse) -> RingLinear | None:
+        packed, site = product.packed, self.coded.site
+        forms = self.forms.get((packed.coding, packed.outs))
+        if packed.order is not None or forms is None:
+            return None
+        shape = _shape(site) if packed.outs == site.facts.laid.outs else Shape(packed.outs, packed.ins)
+        return RingLinear(packed, product.bias, shape, forms, self.kernels, site.pdl, others, {}, site.empty)
 
 
 def _nobody(x: Tensor, around: Around) -> Fused:
@@ -88,15 +112,44 @@ def _nobody(x: Tensor, around: Around) -> Fused:
 
 
 @dataclass(frozen=True, slots=True)
+class Below:
+    """y = x · Wᵀ (+ bias), W matrices one below another."""
+
+    parts: tuple[Callable[[Tensor], Tensor], ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class RingsBelow:
+    """As ``fused_linear``'s twin says, W matrices one below another, with nothing but a norm around them."""
+
+    parts: tuple[RingLinear, ...]
+
+    def __call__(self, x: Tensor, around: Around) -> Fused:
+        widths = [each.shape.outs for each in self.parts]
+        y = self.parts[0].empty((len(x), sum(widths)), x.dtype, x.device)
+        for each, into in zip(self.parts, y.split(widths, 1), strict=True):
+            form = form_of(each.forms, len(x))
+            if form is None:
+                into.copy_(each.others(x, around)[0])
+            else:
+                each.compute(x, around, form, into)
+        return y, None, None
+
+
+@dataclass(frozen=True, slots=True)
 class ManyRing:
-    """y = x · Wᵀ (+ bias), ``x`` [..., in]: 65 to as many rows as a form has; others as ``others``."""
+    """y = x · Wᵀ (+ bias), ``x`` [..., in]: ``least`` to as many rows as a form has; others as ``others``."""
 
     ring: RingLinear
     others: CodedLinear
+    least: int = MOST_ROWS + 1
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        form = form_of(self.ring.forms, len(rows)) if len(rows) > MOST_ROWS else None
+        form = form_of(self.ring.forms, len(rows)) if len(rows) >= self.least else None
         if form is None:
             return self.others(x)
         return self.ring.compute(rows, ALONE, form)[0].view(*x.shape[:-1], -1)
@@ -112,10 +165,12 @@ class ManyRing:
 
 @dataclass(frozen=True, slots=True)
 class EightBitCut:
-    """y = x · Wᵀ (+ bias), ``x`` [..., in]: 65 to as many rows as a form has; others as ``product``."""
+    """y = x · Wᵀ (+ bias), ``x`` [..., in]: 65 to as many rows as a form has; more by ``gemm``, if there is one; others as
+    ``product``."""
 
     product: EightBitLinear
     ring: RingLinear
+    gemm: EightBitGemm | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -123,6 +178,9 @@ class EightBitCut:
 
     def multiplied(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         form = form_of(self.ring.forms, len(codes)) if len(codes) > MOST_ROWS else None
+        if form is None and self.gemm is not None and len(codes) > MOST_ROWS:
+            y = self.gemm(codes, scale)
+            return y if self.product.bias is None else y.add_(self.product.bias)
         if form is None:
             return self.product.multiplied(codes, scale, dtype)
         return _multiplied(self.product, self.ring, codes, scale, ALONE, form)[0]
@@ -157,11 +215,12 @@ class EightBitRings(Composing):
     maker: Maker
     forms: RingForms
     kernels: Kernels
+    gemms: cuda_gated.Kernels
 
     @classmethod
     def at(cls, site: CallSite[WeightFacts]) -> EightBitRings:
         maker = Maker.at(site)
-        return cls(maker, *_at(site, maker.eight.kind_of))
+        return cls(maker, *_at(site, maker.eight.kind_of), cuda_gated.kernels_of(site.device))
 
     def fused(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> EightBitRing | None:
         product = self.maker.made(pieces, bias)
@@ -176,7 +235,11 @@ class EightBitRings(Composing):
         return None if product is None else Composed(product.rounding, self._cut(product).multiplied)
 
     def _cut(self, product: EightBitLinear) -> EightBitCut:
-        return EightBitCut(product, self._ring(product, self.maker.site.facts.laid))
+        """FP8's many rows are the vendor's: its GEMM scales its sums itself."""
+        gemm, site = None, self.maker.site
+        if self.maker.eight.kind == "int8":
+            gemm = EightBitGemm("int8", product.weight, product.scale, self.gemms, {}, site.empty)
+        return EightBitCut(product, self._ring(product, site.facts.laid), gemm)
 
     def _ring(self, product: EightBitLinear, shape: Shape) -> RingLinear:
         site, weight = self.maker.site, product.weight.view(torch.bfloat16)

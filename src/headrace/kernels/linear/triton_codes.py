@@ -207,7 +207,7 @@ def _wholes(blocks, at, below, zero, CODING: tl.constexpr, BLOCKS: tl.constexpr)
 
 
 @triton.jit
-def _section(blocks, at, row, set, SCALES: tl.constexpr):
+def _section(blocks, at, row, set, SCALES: tl.constexpr, SETS: tl.constexpr):
     """Scales or shifts, float32. ``at``: of each row, where its block's begin, in bytes; ``row`` within the block."""
     if SCALES == HALF:
         found = tl.load(blocks.shorts + at // 2 + set * 64 + row).to(tl.float16, bitcast=True).to(tl.float32)
@@ -218,7 +218,7 @@ def _section(blocks, at, row, set, SCALES: tl.constexpr):
         found = ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True) * _E4M3_SHORT
     else:
         large = tl.load(blocks.shorts + at // 2 + row + set * 0).to(tl.float16, bitcast=True).to(tl.float32)
-        small = (tl.load(blocks.bytes + at + 128 + set * 64 + row).to(tl.int32) ^ 128) - 128
+        small = (tl.load(blocks.bytes + at + 128 + row * SETS + set).to(tl.int32) ^ 128) - 128
         found = large * small.to(tl.float32)
     return found
 
@@ -234,10 +234,10 @@ def _beside(blocks, factor, at, below, CODING: tl.constexpr, BLOCKS: tl.constexp
     scales: tl.constexpr = CODING[SCALES]
     row, set = tl.arange(0, BLOCKS * 64)[:, None], tl.arange(0, sets)[None, :]
     own = at + CODING[BITS] * 1024 + row // 64 * below
-    scale = _section(blocks, own, row % 64, set, scales) * factor[:, None]
+    scale = _section(blocks, own, row % 64, set, scales, sets) * factor[:, None]
     size: tl.constexpr = 128 * sets if scales == HALF else 128 + 64 * sets if scales == BYTE else 64 * sets
     if CODING[SHIFTS]:
-        other = _section(blocks, own + size, row % 64, set, scales) * factor[:, None]
+        other = _section(blocks, own + size, row % 64, set, scales, sets) * factor[:, None]
     elif CODING[ZEROS]:
         bits = tl.load(blocks.shorts + (own + size) // 2 + set * 64 + row % 64)
         other = bits.to(tl.bfloat16, bitcast=True).to(tl.float32)

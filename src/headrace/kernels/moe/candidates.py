@@ -170,7 +170,7 @@ def _not_few(site: CallSite[ExpertFacts], *, coded: bool) -> str | None:
         return "multiplies by all experts"
     if coded and (facts.rounded[0] != facts.rounded[-1] or facts.eights[0] != facts.eights[-1]):
         return "computes with codes of one kind, up and down"
-    if coded and (first := facts.rounded[0]) is not None and not first.ring:
+    if coded and (first := facts.rounded[0]) is not None and not first.plain:
         return "widens codes of 4 and 8 bits with scales of groups of 32, 64 or multiples of 128 inputs"
     return None
 
