@@ -20,9 +20,12 @@
 #define SCALE_BYTES (SCALES == 3 ? 128 + 64 * SETS : (SCALES ? 64 : 128) * SETS)
 #define BLOCK_BYTES (CODE_BYTES + SCALE_BYTES * (1 + (ZEROS || SHIFTS)))
 
-__device__ __forceinline__ void load_block(u32 to, const unsigned char *blocks, int tile, int step, int steps, u32 bar) {
+__device__ __forceinline__ void load_bytes(u32 to, const unsigned char *from, u32 size, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-    ::"r"(to), "l"(blocks + ((u64)tile * steps + step) * BLOCK_BYTES), "n"(BLOCK_BYTES), "r"(bar), "l"(ONCE) : "memory");
+    ::"r"(to), "l"(from), "r"(size), "r"(bar), "l"(ONCE) : "memory");
+}
+__device__ __forceinline__ void load_block(u32 to, const unsigned char *blocks, int tile, int step, int steps, u32 bar) {
+  load_bytes(to, blocks + ((u64)tile * steps + step) * BLOCK_BYTES, BLOCK_BYTES, bar);
 }
 __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 rest) {
   u32 r;

@@ -11,14 +11,18 @@
 //
 // With a gate, a tile has 8 rows of W and the 8 of V that belong to them in turn: both meet in one thread.
 //
+// Tiles of COLUMNS that are no whole GROUPS of 64 leave half of the last group's warps without rows: so tiles can be as many as processors.
+//
 // Weights of few bits (BITS) lie in blocks of 64 rows, as packed.cuh says, which multiplies them; with a gate their rows are dealt like that, too.
 //
 // W and x of 8 bits (EIGHT 1: FP8, 2: int8) lie in pairs: DEPTH, ``ins`` and the copies count those. Their scales come in place of the squares
 // (of x, of each row, already normed) and in ``units`` (of W, likewise); with BLOCKED of each step, that is of 128 of K, and of 128 rows of W.
-// A row of y has ``across`` columns; others may be another product's, if nothing is added or scaled.
+// A row of y has ``stride`` columns; others may be another product's, if nothing is added or scaled.
 //
-// Behind matrix.cuh and early.cuh. Given from outside: ROWS, GROUPS, STAGES, WAYS, KIND (-1: no gate), and mma(), the instruction for ROWS.
-#define TALL (64 * GROUPS)
+// Behind matrix.cuh and early.cuh. Given from outside: ROWS, COLUMNS, STAGES, WAYS, KIND (-1: no gate), and mma(), the instruction for ROWS.
+#define TALL COLUMNS
+#define GROUPS ((COLUMNS + 63) / 64)
+#define HALVED (COLUMNS % 64 != 0)  // by 32
 #define OUTS (KIND < 0 ? TALL : TALL / 2)  // columns of y, a tile
 #ifdef TURNED
 #define PAIRED true  // rows of W lie as a gate's do, and columns of y side by side nevertheless
@@ -27,9 +31,11 @@
 #endif
 #ifdef BITS
 #define W_BYTES (GROUPS * BLOCK_BYTES)
+#define NEW_BYTES (W_BYTES - HALVED * BLOCK_BYTES / 2)  // of it, that come
 #else
 #define DEPTH 64
 #define W_BYTES (TALL * DEPTH * 2)
+#define NEW_BYTES W_BYTES
 #endif
 #define X_BYTES (ROWS * DEPTH * 2)
 #define X_AT ((W_BYTES + 1023) / 1024 * 1024)
@@ -53,9 +59,35 @@ __device__ __forceinline__ void load_once(u32 to, const Map *map, int k, int row
       " [%0], [%1, {%3, %5, %5, %4}], [%2], %6;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row / 16), "r"(0), "l"(ONCE) : "memory");
 }
 #ifdef BITS
+// Where a group's rows of a tile are; of halved tiles every other one begins with the second half of the last group's block.
+__device__ __forceinline__ int block_of(int tile, int group) {
+  if (!HALVED) return tile * GROUPS + group;
+  int first = tile * (TALL / 32) / 2;
+  return group < GROUPS - 1 ? first + tile % 2 + group : tile % 2 ? first : first + group;
+}
 __device__ __forceinline__ void load_once(u32 to, const unsigned char *blocks, int step, int row, int steps, u32 bar) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++) load_block(to + g * BLOCK_BYTES, blocks, row / 64 + g, step, steps, bar);
+  for (int g = 0; g < GROUPS - HALVED; g++) load_block(to + g * BLOCK_BYTES, blocks, block_of(row / TALL, g), step, steps, bar);
+  if (!HALVED) return;
+  int tile = row / TALL, half = tile % 2;
+  const unsigned char *from = blocks + ((u64)block_of(tile, GROUPS - 1) * steps + step) * BLOCK_BYTES;
+  auto copy = [&](int at, int size) {  // that half of it
+    load_bytes(to + (GROUPS - 1) * BLOCK_BYTES + at + half * (size / 2), from + at + half * (size / 2), size / 2, bar);
+  };
+  int at = 0;
+#pragma unroll
+  for (int plane = 8; plane; plane /= 2)
+    if (BITS & plane) {
+#pragma unroll
+      for (int i = 0; i < (plane == 8 ? 4 : 2); i++, at += min(plane, 4) * 512) copy(at, min(plane, 4) * 512);
+    }
+#pragma unroll
+  for (int section = 0; section < 1 + (ZEROS || SHIFTS); section++) {
+    if (SCALES == 3) copy(at, 128), copy(at + 128, 64 * SETS), at += SCALE_BYTES;
+    else
+#pragma unroll
+      for (int i = 0; i < SETS; i++, at += SCALE_BYTES / SETS) copy(at, SCALE_BYTES / SETS);
+  }
 }
 #define WEIGHTS const unsigned char *__restrict__ blocks
 #define UNIT , const float *units  // of each row of W as it lies: what it is multiplied by
@@ -107,7 +139,7 @@ struct Deal {  // what a program has to do: whole tiles, every so-manieth, or a 
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
 ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16 *bias, const u16 *residual,
-     const void *scale, int scale_bytes, u16 *y, u16 *scaled, float *sums, int pieces, int tokens, int outs, int across, int ins, float eps, int late UNIT) {
+     const void *scale, int scale_bytes, u16 *y, u16 *scaled, float *sums, int pieces, int tokens, int outs, int stride, int ins, float eps, int late UNIT) {
   extern __shared__ unsigned char raw[];
   __shared__ float slices[THREADS], norm[ROWS], across[4 * GROUPS][ROWS];
   __shared__ u64 bars[2 * STAGES + 1];
@@ -131,7 +163,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     int ahead = min(deal.total, STAGES), s = 0, phase = 0, step = deal.begin, row = deal.tile * TALL, gate = late ? deal.total - LEAD : 0;
     auto weights = [&](int s) {
       u32 to = base + s * STAGE_BYTES, bar = full + 8 * s;
-      expect(bar, W_BYTES + X_BYTES);
+      expect(bar, NEW_BYTES + X_BYTES);
 #ifdef BITS
       load_once(to, blocks, step, row, deal.steps, bar);
 #else
@@ -184,8 +216,21 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       if (slice + j * SLICES < pieces) early[j] = seen(squares + (slice + j * SLICES) * tokens + mine);
   }
   int s = 0, phase = 0;
+  auto first_row = [&](int tile) {  // of W as it lies
+#ifdef BITS
+    return block_of(tile, group) * 64 + warp * 16 + lane / 4;
+#else
+    return tile * TALL + group * 64 + warp * 16 + lane / 4;
+#endif
+  };
   auto first_column = [&](int tile) {
-    return PAIRED ? tile * (TALL / 2) + group * 32 + warp * 8 + lane / 4 : tile * OUTS + group * 64 + warp * 16 + lane / 4;
+#ifdef BITS
+    bool none = HALVED && group == GROUPS - 1 && warp / 2 != tile % 2;
+#else
+    bool none = HALVED && group == GROUPS - 1 && warp / 2;
+#endif
+    int row = first_row(tile);
+    return none ? 1 << 30 : PAIRED ? row / 16 * 8 + row % 8 : row;
   };
   int apart = KIND >= 0 ? 0 : PAIRED ? outs / 2 : 8, end = KIND < 0 && PAIRED ? outs / 2 : outs;  // of a thread's two columns of y; of the first
   float offset[2], factor[2];  // bias (with a gate: of both) and scale of a thread's two columns
@@ -197,7 +242,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     for (int h = 0; h < 2; h++) {
       int first = first_column(tile), column = first + apart * h;
 #ifdef BITS
-      unit[h] = units[tile * TALL + group * 64 + warp * 16 + lane / 4 + 8 * h] * UNWIDENED;
+      unit[h] = units[first_row(tile) + 8 * h] * UNWIDENED;
 #elif defined(SCALED)
       unit[h] = first < end && column < outs ? units[column + (KIND < 0 ? 0 : h * outs)] : 0;
 #endif
@@ -229,7 +274,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
         u64 to = (u64)token * outs + column;
         if (KIND >= 0) total = act(total) * (v[2 + e] * other + offset[1]);
         u16 rounded = narrow(total + wide(rest[2 * h + e]));
-        y[(u64)token * across + column] = rounded;
+        y[(u64)token * stride + column] = rounded;
         if (scale) {
           float now = wide(rounded);
           scaled[to] = narrow(now * factor[h]);

@@ -33,8 +33,7 @@ _BLOCK = 8  # rows of x that one program of a cluster finishes at once
 
 @dataclass(frozen=True, slots=True)
 class RingForm:
-    """``rows`` of x padded, ``columns`` of the weight a tile (64 or 128; with a gate, half of each), K shared by
-    ``ways`` programs.
+    """``rows`` of x padded, ``columns`` of the weight a tile (with a gate, half of each), K shared by ``ways`` programs.
 
     ``late``: the next launch is let in when the last weights are being asked for; else at once. ``coding``: of weights
     of few bits; ``eight``: "fp8" or "int8", weights and inputs, or "blocks" of FP8 with scales of their own.
@@ -68,7 +67,9 @@ class RingForm:
         tiles = self.tiles(shape)
         if self.many and (shape.outs % 8 or not (self.columns == 128 or self._fits_half(tiles <= processors))):
             return False
-        if self.stages < 2:
+        if self.stages < 2 or (
+            self.columns % 64 and (self.many or self.ways > 1 or shape.outs * (1 + shape.gated) % self.columns)
+        ):
             return False
         return self.ways == 1 or (tiles * self.ways <= processors and shape.ins >= self.depth * self.ways)
 
@@ -84,13 +85,16 @@ class RingForm:
     @property
     def threads(self) -> int:
         """Those that multiply, and a warp that asks for copies; or four, whose registers the others need."""
-        return 384 if self.many else 2 * self.columns + 32
+        return 384 if self.many else 128 * self.blocks + 32
+
+    @property
+    def blocks(self) -> int:
+        """Of 64 rows of the weight, a tile, the last one or a half."""
+        return -(-self.columns // packing.ROWS)
 
     @property
     def stage_bytes(self) -> int:
-        weights = (
-            2 * DEPTH * self.columns if self.coding is None else self.columns // packing.ROWS * self.coding.block_bytes
-        )
+        weights = 2 * DEPTH * self.columns if self.coding is None else self.blocks * self.coding.block_bytes
         return -(-weights // 1024) * 1024 + (1 if self.eight else 2) * self.depth * self.rows
 
     @property
@@ -104,7 +108,7 @@ class RingForm:
         if self.many:
             step = 4 if self.columns == 64 else 1
             return max(each for each in range(step, 16, step) if self._many_bytes(each) <= SHARED_BYTES - 256)
-        beside = 8 * self.columns + 4 * self.rows * (1 + self.columns // 16) + 512
+        beside = 8 * 64 * self.blocks + 4 * self.rows * (1 + 4 * self.blocks) + 512
         return (SHARED_BYTES - 1024 - beside - self.mailbox_bytes) // self.stage_bytes
 
     def _many_bytes(self, stages: int) -> int:
@@ -135,7 +139,7 @@ def candidate_forms(
     most = 256 if many or ((coding is not None or eight) and rows < 64) else 128
     tried = (
         RingForm(rows, *size, late, coding, eight)
-        for size in product([each for each in (64, 128, 256) if each <= most], range(1, _MOST_WAYS + 1))
+        for size in product([each for each in (64, 128, 224, 256) if each <= most], range(1, _MOST_WAYS + 1))
         for late in (False, True)
     )
     return tuple(
@@ -213,7 +217,7 @@ def _form(row: list[Any]) -> tuple[int, RingForm | None]:
     if (
         type(late) is not bool
         or rows not in (*FEWER_ROWS, *ROWS, MOST_EIGHT, *MANY_ROWS)
-        or columns not in (64, 128, 256)
+        or columns not in (64, 128, 224, 256)
         or not 1 <= ways <= 8
         or most > rows
     ):
