@@ -15,9 +15,9 @@ from gguf import GGMLQuantizationType as Q
 from headrace.config import ModelConfig
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import ModelError
-from headrace.models.checkpoint import open_checkpoint
 from headrace.models.families import spec_from_config
 from headrace.models.gguf_file import read_gguf
+from headrace.models.loader import open_checkpoint
 from headrace.models.source import find_model
 from tests.support import tiny
 from tests.support.gguf_files import write_gguf

@@ -14,7 +14,7 @@ import pytest
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.models import hub as hub_module
-from headrace.models.file_names import needed_files, select_gguf
+from headrace.models.files import needed_files, select_gguf
 from headrace.models.hub import HubId
 from headrace.models.source import find_model
 from tests.support import tiny

@@ -11,7 +11,7 @@ from headrace.config import ModelConfig
 from headrace.engine.llm import LLM
 from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError, ModelError
-from headrace.models.checkpoint import open_checkpoint
+from headrace.models.loader import open_checkpoint
 from headrace.models.source import find_model
 from tests.support import tiny
 

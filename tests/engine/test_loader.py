@@ -17,10 +17,9 @@ from torch import nn
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.kernels import Kernels
-from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder
 from headrace.models.families import spec_from_config
-from headrace.models.loader import fill_dummy, load_weights
+from headrace.models.loader import fill_dummy, load_weights, open_checkpoint
 from headrace.models.source import ModelSource, find_model
 from headrace.models.weight_rules import WeightRule, ignored_keys, weight_rules
 from tests.support import tiny

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
-from headrace.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
+from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
 from headrace.models.dequantized import DequantizedCheckpoint
 from headrace.models.families import spec_from_config
-from headrace.models.source import find_model, read_json
+from headrace.models.files import read_json
+from headrace.models.loader import open_checkpoint
+from headrace.models.source import find_model
 from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.outliers import OutlierColumns

@@ -21,10 +21,11 @@ from headrace.cli import main
 from headrace.config import ModelConfig
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import ConfigError
-from headrace.models.checkpoint import open_checkpoint
 from headrace.models.families import spec_from_config
+from headrace.models.files import TokenizerFiles
+from headrace.models.loader import open_checkpoint
 from headrace.models.sentencepiece import Piece, PieceType, bpe_tokenizer
-from headrace.models.source import ModelSource, TokenizerFiles, WeightFormat, find_model
+from headrace.models.source import ModelSource, WeightFormat, find_model
 from headrace.quantize.gguf_recipe import gguf_recipe
 from headrace.quantize.gguf_vocab import tokenizer_metadata
 from headrace.quantize.names import GGUF_TYPES, Choice

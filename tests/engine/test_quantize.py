@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from headrace import LLM, SamplingParams
 from headrace.cli import main
 from headrace.config import ModelConfig
-from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Block
 from headrace.models.families import spec_from_config
+from headrace.models.loader import open_checkpoint
 from headrace.models.source import find_model
 from headrace.quantize.blocks import BlockRunner
 from headrace.quantize.layer import Job

@@ -14,9 +14,8 @@ from headrace import LLM, SamplingParams
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.kernels import Kernels
-from headrace.models.checkpoint import open_checkpoint
 from headrace.models.decoder import Decoder
-from headrace.models.loader import load_kv_scales
+from headrace.models.loader import load_kv_scales, open_checkpoint
 from headrace.models.source import find_model
 from headrace.spec import KV_FORMATS
 from tests.support import tiny

@@ -17,7 +17,7 @@ from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.kernels import Kernels
 from headrace.models import loader, streaming
-from headrace.models.checkpoint import SafetensorsCheckpoint
+from headrace.models.checkpoint import KeyNames, SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
 from headrace.models.families import spec_from_config
 from headrace.models.source import ModelSource, find_model
@@ -37,7 +37,7 @@ def load(
         tensor.data.fill_(7.0)
     checkpoint = SafetensorsCheckpoint(source.path)
     if streamed:
-        parameters, names = dict(decoder.named_parameters()), loader.KeyNames(checkpoint.keys())
+        parameters, names = dict(decoder.named_parameters()), KeyNames(checkpoint.keys())
         copies = [
             copy
             for rule in weight_rules(spec)

@@ -26,8 +26,8 @@ from headrace.engine import connection as frames
 from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import HeadraceError, Unauthorized
 from headrace.models import gguf_file
-from headrace.models.checkpoint import open_checkpoint
 from headrace.models.families import spec_from_config
+from headrace.models.loader import open_checkpoint
 from headrace.models.source import find_model
 from headrace.processes.messages import BadFrame, Unpacker, pack
 from headrace.server.app import ROUTES

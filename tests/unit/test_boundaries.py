@@ -16,7 +16,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from headrace.config import ModelConfig
 from headrace.engine.template import MARK, Boundaries, ChatTemplate
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
-from headrace.models.source import TokenizerFiles, find_model
+from headrace.models.files import TokenizerFiles
+from headrace.models.source import find_model
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|", "|>")  # two of them within the others

@@ -29,7 +29,7 @@ from headrace.engine.grammar import (
 )
 from headrace.engine.grammar_masks import GrammarMasks
 from headrace.engine.tokenizer import Tokenizer
-from headrace.models.source import TokenizerFiles
+from headrace.models.files import TokenizerFiles
 from headrace.request import StructuredOutputs
 from headrace.scheduler.events import AddRequest, RefuseRequest
 from headrace.scheduler.roster import Sequence as LiveSequence

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench.experts": {"engine", "worker", "quantize.texts", "parallel.placement", "parallel.balance"},
     "bench.startup_child": {"flags", "engine"},  # it starts as commands do
     "server": {"engine"},
-    "engine": {"models.source", "scheduler", "cache", "speculative", "disagg"},
+    "engine": {"models.source", "models.files", "scheduler", "cache", "speculative", "disagg"},
     "engine.core": {"scheduler", "cache", "speculative", "lora.registry"},
     "engine.client": {"models.source", "lora.registry"},
     "engine.loop": {"lora.registry", "scheduler.explain"},
@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "parallel.leader",
         "parallel.ranks",
         "models.source",
+        "models.files",
         "models.families",
         "lora",
         "scheduler",

@@ -21,8 +21,9 @@ from headrace.engine.output import MAX_BYTE_RUN, ByteDecoder, PieceDecoder, Wind
 from headrace.engine.text_growth import check_normalizer
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import InvalidRequest, ModelError
+from headrace.models.files import TokenizerFiles
 from headrace.models.sentencepiece import Piece, PieceType, bpe_tokenizer
-from headrace.models.source import TokenizerFiles, find_model
+from headrace.models.source import find_model
 
 
 def demo() -> Tokenizer:

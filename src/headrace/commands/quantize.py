@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from headrace.models.checkpoint import open_checkpoint
     from headrace.models.families import spec_from_config
+    from headrace.models.loader import open_checkpoint
     from headrace.models.source import WeightFormat, find_model
     from headrace.quantize.folder import begin_folder, finish_folder
     from headrace.quantize.names import chosen, needs_text
@@ -110,7 +110,7 @@ def _plan(
     args: argparse.Namespace, choice: Choice, source: ModelSource, spec: DecoderSpec, checkpoint: Checkpoint
 ) -> _Plan:
     """Reports whatever cannot be done before anything is read or written."""
-    from headrace.models.source import read_json
+    from headrace.models.files import read_json
 
     config = dict(read_json(source.path / "config.json"))
     if args.keep is not None and choice.form != "slicegpt":

@@ -32,7 +32,8 @@ from headrace.errors import ConfigError, InvalidRequest, ModelError, OutOfMemory
 from headrace.lora.peft import read_adapter
 from headrace.lora.registry import AdapterRegistry
 from headrace.models.families import spec_from_config
-from headrace.models.source import ModelSource, TokenizerFiles, WeightFormat, find_model
+from headrace.models.files import TokenizerFiles
+from headrace.models.source import ModelSource, WeightFormat, find_model
 from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.processes.builders import mark_of

@@ -18,7 +18,7 @@ import socket
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -30,10 +30,6 @@ from headrace.errors import EngineDead, HeadraceError
 from headrace.processes.child import spawn
 from headrace.processes.messages import BadFrame, Channel, Frame, Question, Reply, pack
 from headrace.request import Json, Request, SequenceOutput, Singles, TokenOutputs, column_of
-
-if TYPE_CHECKING:
-    from headrace.engine.client import AsyncLLM
-    from headrace.engine.replicas import Replicas
 
 MAX_ASKED = 64  # requests that one question may be about
 SERIAL_SHIFT = 40  # a request's id: which front end's (the parent's is 0), then its own count
@@ -496,9 +492,17 @@ class EngineConnection(EngineSocket):
             self._process.kill()
 
 
-async def watch_engine(
-    engine: AsyncLLM | EngineSocket | Replicas, stop: asyncio.Event, look: Callable[[], None] = lambda: None
-) -> bool:
+class Watched(Protocol):
+    """An engine, several as one, or who asks them."""
+
+    @property
+    def dead(self) -> bool: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+
+async def watch_engine(engine: Watched, stop: asyncio.Event, look: Callable[[], None] = lambda: None) -> bool:
     """Until ``stop`` is set, True, or the engine has died or hangs, False. ``look`` is called again and again."""
     # seconds in which this process ran and the engine did not: one that was stopped, or frozen with it, has seen
     # nothing

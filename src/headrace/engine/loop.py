@@ -399,10 +399,8 @@ class EngineLoop:
                 frames.HandOver: lambda _, command: hand_over.hear(command.note),
             }
         self._running = True
-        # who waits for an adapter, with the question's number, its name and key
-        self._loading: list[tuple[Link, int, str, Registered | None]] = []
-        self._forgetting: list[tuple[Link, int]] = []  # who waits for that, with the question's number
-        self._retiring: list[tuple[Link, int]] = []  # who waits for the device to sleep, likewise
+        # who waits for an answer, with the question's number and what gives the answer once there is one
+        self._asked: list[tuple[Link, int, Callable[[], Json | None]]] = []
 
     def run(self) -> None:
         core, links, state = self._core, self._links, self._state
@@ -418,21 +416,24 @@ class EngineLoop:
                 self._handlers[type(command)](link, command)
             if core.has_work and self._running:
                 outputs = core.step()
-                if self._forgetting and core.settled:
-                    for link, number in self._forgetting:
-                        _reply(link, number, {})
-                    self._forgetting.clear()
                 if outputs:
                     state.enter("send")  # a front end may be slow to read
                     for unwanted in links.send_step(core.accounts.settle(outputs)):
                         self._abort(unwanted)
-            if self._loading:
-                self._answer_loaded()
+            if self._asked:
+                self._answer()
             if core.hand_over is not None:
                 for note in core.hand_over.take_notes():
                     links.send_to(note.request_id, frames.pack_note(note))
-            if self._retiring and not core.falls_asleep:
-                self._answer_retired()
+
+    def _answer(self) -> None:
+        """Those who wait, as far as there is an answer."""
+        asked, self._asked = self._asked, []
+        for link, number, find in asked:
+            if (found := find()) is None:
+                self._asked.append((link, number, find))
+            else:
+                _reply(link, number, found)
 
     def _add(self, link: Link, request: Request) -> None:
         hand_over = self._core.hand_over
@@ -494,7 +495,7 @@ class EngineLoop:
 
     def _forget_prefixes(self, link: Link, command: frames.ForgetPrefixes) -> None:
         self._core.forget_prefixes()
-        self._forgetting.append((link, command.number))
+        self._asked.append((link, command.number, lambda: {} if self._core.settled else None))
 
     @property
     def _registry(self) -> AdapterRegistry:
@@ -508,37 +509,33 @@ class EngineLoop:
             if self._core.sleep_target:
                 raise InvalidRequest("The model sleeps; wake it first (POST /wake_up).")
             before = self._registry.load(command.name, command.folder, command.in_place)
-            self._loading.append((link, command.number, self._registry.preload(command.name), before))
+            key = self._registry.preload(command.name)
+            self._asked.append((link, command.number, lambda: self._loaded(key, before)))
         except HeadraceError as error:
             _reply(link, command.number, {"error": error.message})
 
-    def _answer_loaded(self) -> None:
-        for each in self._loading[:]:
-            link, number, key, before = each
-            if (verdict := self._registry.verdict(key)) is None:
-                continue
-            self._loading.remove(each)
-            if verdict:
-                self._registry.forget(key, before)
-            _reply(link, number, {"error": verdict} if verdict else {})
+    def _loaded(self, key: str, before: Registered | None) -> Json | None:
+        verdict = self._registry.verdict(key)
+        if verdict:
+            self._registry.forget(key, before)
+        return {"error": verdict} if verdict else None if verdict is None else {}
 
     def _unload_adapter(self, link: Link, command: frames.UnloadAdapter) -> None:
         _reply(link, command.number, _error_of(lambda: self._registry.unregister(command.name)))
 
     def _sleep(self, link: Link, command: frames.Sleep) -> None:
         self._core.sleep(command.level)
-        self._retiring.append((link, command.number))
+        self._asked.append((link, command.number, self._fallen_asleep))
         self._tell_sleep_target()
 
     def _tell_sleep_target(self) -> None:
         self._links.send(pack(frames.Asleep(self._core.sleep_target)))
 
-    def _answer_retired(self) -> None:
-        answer = _error_of(self._core.check_asleep)
+    def _fallen_asleep(self) -> Json | None:
+        if self._core.falls_asleep:
+            return None
         self._tell_sleep_target()
-        for link, number in self._retiring:
-            _reply(link, number, answer)
-        self._retiring.clear()
+        return _error_of(self._core.check_asleep)
 
     def _wake(self, link: Link, command: frames.Wake) -> None:
         answer = _error_of(self._core.wake)

@@ -30,14 +30,8 @@ from headrace.engine.output import (
 from headrace.engine.template import MARK, Boundaries, ChatTemplate, check_template_variables
 from headrace.engine.text_growth import check_normalizer, check_other_parts
 from headrace.errors import ConfigError, InvalidRequest, ModelError
-from headrace.models.source import (
-    MAX_TEMPLATE_BYTES,
-    ModelSource,
-    TokenizerFiles,
-    as_path,
-    find_tokenizer_files,
-    read_bounded,
-)
+from headrace.models.files import MAX_TEMPLATE_BYTES, TokenizerFiles, read_bounded
+from headrace.models.source import ModelSource, as_path, find_tokenizer_files
 from headrace.request import Given, Json
 from headrace.spec import PoolHead
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
+from headrace.models.files import read_json
 from headrace.models.safetensors_file import TensorEntry, read_header
-from headrace.models.source import read_json
 from headrace.models.weight_rules import WRAPPERS, Module, adapted_modules
 from headrace.sites import Role
 from headrace.spec import DecoderSpec

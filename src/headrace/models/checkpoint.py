@@ -1,13 +1,14 @@
 """Weights on disk as named tensors, whatever the container; read one at a time.
 
-What lives here: the Checkpoint protocol, the safetensors implementation, and the choice between containers. What may
-not: names that mean something to a model (families.py), placing tensors (loader.py).
+What lives here: the Checkpoint protocol, the safetensors implementation, and finding a name whose prefix may be missing.
+What may not: names that mean something to a model (families.py), the choice between containers and placing tensors
+(loader.py).
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from headrace.errors import ModelError
 from headrace.models.safetensors_file import TYPES, TensorEntry, read_sharded
-from headrace.models.source import ModelSource, WeightFormat
+from headrace.models.weight_rules import WRAPPERS
 from headrace.portability import read_ahead
 
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, word) for name, word in TYPES.items()}
@@ -114,17 +115,29 @@ class SafetensorsCheckpoint:
         self._files.close()
 
 
-def open_checkpoint(source: ModelSource) -> Checkpoint:
-    """Opens a source's weights, as stored or dequantized. Raises ModelError for damaged files and for sources without
-    weights (dummy)."""
-    if source.weights is WeightFormat.GGUF:
-        from headrace.models.gguf_checkpoint import GGUFCheckpoint
+class KeyNames:
+    """Finds a rule's key in a checkpoint in which the wrapper's prefix may be missing or added."""
 
-        return GGUFCheckpoint(source.path, packed=source.dequantize_from is None)
-    if source.weights is WeightFormat.SAFETENSORS and source.dequantize_from is not None:
-        from headrace.models.dequantized import DequantizedCheckpoint
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.keys = set(keys)
 
-        return DequantizedCheckpoint(SafetensorsCheckpoint(source.path), source)
-    if source.weights is WeightFormat.SAFETENSORS:
-        return SafetensorsCheckpoint(source.path)
-    raise ModelError(f"{source.name} is loaded with --load-format dummy and has no checkpoint to open; use fill_dummy.")
+    def find(self, name: str) -> str | None:
+        return next((key for key in spellings(name) if key in self.keys), None)
+
+    def find_any(self, module: str, suffixes: Iterable[str]) -> str | None:
+        return next((key for each in suffixes if (key := self.find(f"{module}.{each}")) is not None), None)
+
+    def __getitem__(self, name: str) -> str:
+        key = self.find(name)
+        assert key is not None, name  # _check_complete has seen to it
+        return key
+
+
+def spellings(name: str) -> Iterator[str]:
+    """A key as written, without its wrapper's prefix, and with one."""
+    yield name
+    for wrapper in WRAPPERS:
+        if name.startswith(wrapper):
+            yield name.removeprefix(wrapper)
+    for wrapper in WRAPPERS:
+        yield wrapper + name

@@ -18,10 +18,10 @@ from headrace.layers.basic import Embedding, RMSNorm
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear, Stream
 from headrace.layers.rotary import rotary_table
-from headrace.models.checkpoint import Checkpoint
+from headrace.models.checkpoint import Checkpoint, KeyNames
 from headrace.models.decoder import Block, Decoder, finish_modules
 from headrace.models.heads import HeadSpec, head_rules, head_weights, ignored_by, layer_of
-from headrace.models.loader import KeyNames, load_weights
+from headrace.models.loader import load_weights
 
 
 class _Normed(Protocol):

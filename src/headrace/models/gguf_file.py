@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import ModelError
-from headrace.models.source import reading, refuse_lfs_pointer
+from headrace.models.files import reading, refuse_lfs_pointer
 
 MAX_ENTRIES = 1 << 17  # metadata keys or tensors; real files have a few thousand
 MAX_NAME = 1 << 10

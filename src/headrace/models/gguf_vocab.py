@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
+from headrace.models.files import TokenizerFiles
 from headrace.models.gguf_file import GGUFFile, read_gguf
 from headrace.models.sentencepiece import Piece, PieceType, added_tokens, bpe_tokenizer, vocabulary
-from headrace.models.source import TokenizerFiles
 
 PREFIX = "tokenizer.ggml."
 NAMED = {

@@ -1,7 +1,7 @@
 """Models by hub id: which files of a repository are needed, fetched through huggingface_hub (extra ``[hf]``) into its
 shared cache.
 
-What lives here: requesting them, and messages for what goes wrong. What may not: choosing files (file_names.py), torch,
+What lives here: requesting them, and messages for what goes wrong. What may not: choosing files (files.py), torch,
 credentials (the library reads HF_TOKEN itself), anything but data files: code in a repository is never fetched, so it
 can never run.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
-from headrace.models.file_names import SMALL, needed_files, quantisations, select_gguf, weight_files
+from headrace.models.files import SMALL, needed_files, quantisations, select_gguf, weight_files
 from headrace.models.hub_cache import fetch_large_files
 
 _HUB_ID = re.compile(

@@ -8,7 +8,7 @@ huggingface_hub retries within one call, but starts a file again in the next. So
 finds them done. Files in Xet storage are left to its own client, which keeps what it has fetched.
 
 What lives here: looking, measuring, removing, and large files kept as far as they were fetched. What may not: torch,
-choosing files (file_names.py), printing.
+choosing files (files.py), printing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from headrace.cache_home import cache_home
 from headrace.errors import ModelError
-from headrace.models.file_names import quantisations
+from headrace.models.files import quantisations
 
 _LOGGER = logging.getLogger(__name__)
 

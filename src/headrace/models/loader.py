@@ -1,6 +1,6 @@
 """Fills a decoder's parameters: from a checkpoint, strictly and one tensor at a time, or with seeded random numbers.
 
-What lives here: matching rules with keys, copying into the parameters' own storage, and the errors of both sides. What
+What lives here: the choice between containers, matching rules with keys, copying into the parameters' own storage, and the errors of both sides. What
 may not: knowledge of families (families.py writes the rules), file formats (checkpoint.py), packing (finish_loading).
 """
 
@@ -19,16 +19,33 @@ from torch import Tensor, nn
 
 from headrace.errors import ModelError
 from headrace.layers.packed import Piece
-from headrace.models.checkpoint import Checkpoint, SafetensorsCheckpoint
+from headrace.models.checkpoint import Checkpoint, KeyNames, SafetensorsCheckpoint, spellings
 from headrace.models.decoder import Decoder
+from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.streaming import Source, stream
-from headrace.models.weight_rules import WRAPPERS, WeightRule, kv_scale_names
+from headrace.models.weight_rules import WeightRule, kv_scale_names
 from headrace.observe.progress import LoadingLine
 from headrace.parallel.shares import Cut
 
 _log = logging.getLogger(__name__)
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def open_checkpoint(source: ModelSource) -> Checkpoint:
+    """Opens a source's weights, as stored or dequantized. Raises ModelError for damaged files and for sources without
+    weights (dummy)."""
+    if source.weights is WeightFormat.GGUF:
+        from headrace.models.gguf_checkpoint import GGUFCheckpoint
+
+        return GGUFCheckpoint(source.path, packed=source.dequantize_from is None)
+    if source.weights is WeightFormat.SAFETENSORS and source.dequantize_from is not None:
+        from headrace.models.dequantized import DequantizedCheckpoint
+
+        return DequantizedCheckpoint(SafetensorsCheckpoint(source.path), source)
+    if source.weights is WeightFormat.SAFETENSORS:
+        return SafetensorsCheckpoint(source.path)
+    raise ModelError(f"{source.name} is loaded with --load-format dummy and has no checkpoint to open; use fill_dummy.")
 
 
 def load_weights(
@@ -125,34 +142,6 @@ def _fill(copies: Sequence[_Copy], checkpoint: Checkpoint, filled: Callable[[int
             )
             copy.target.copy_(tensor.t() if copy.transpose else tensor)
             filled(copy.target.nbytes)
-
-
-class KeyNames:
-    """Finds a rule's key in a checkpoint in which the wrapper's prefix may be missing or added."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self.keys = set(keys)
-
-    def find(self, name: str) -> str | None:
-        return next((key for key in spellings(name) if key in self.keys), None)
-
-    def find_any(self, module: str, suffixes: Iterable[str]) -> str | None:
-        return next((key for each in suffixes if (key := self.find(f"{module}.{each}")) is not None), None)
-
-    def __getitem__(self, name: str) -> str:
-        key = self.find(name)
-        assert key is not None, name  # _check_complete has seen to it
-        return key
-
-
-def spellings(name: str) -> Iterator[str]:
-    """A key as written, without its wrapper's prefix, and with one."""
-    yield name
-    for wrapper in WRAPPERS:
-        if name.startswith(wrapper):
-            yield name.removeprefix(wrapper)
-    for wrapper in WRAPPERS:
-        yield wrapper + name
 
 
 def _sources(rule: WeightRule) -> Iterator[str]:
@@ -297,8 +286,8 @@ def load_kv_scales(decoder: Decoder, checkpoint: Checkpoint) -> int:
     for layer, block in enumerate(decoder.blocks):
         held = block.attention.quantized
         targets = (None, None) if held is None else (held.k_scales, held.v_scales)
-        for spellings, target in zip(kv_scale_names(decoder.spec, layer), targets, strict=True):
-            if (key := next(filter(None, map(names.find, spellings)), None)) is not None:
+        for known, target in zip(kv_scale_names(decoder.spec, layer), targets, strict=True):
+            if (key := next(filter(None, map(names.find, known)), None)) is not None:
                 found[key] = target
     unused = sum(target is None for target in found.values())
     if unused:

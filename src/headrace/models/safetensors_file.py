@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
-from headrace.models.source import MAX_INDEX_BYTES, read_json, reading, refuse_lfs_pointer
+from headrace.models.files import MAX_INDEX_BYTES, read_json, reading, refuse_lfs_pointer
 
 # the largest checkpoints' have a hundredth; the format's own limit would take memory and seconds
 MAX_HEADER_BYTES = 16 * 2**20

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.errors import ModelError
-from headrace.models.source import refuse_lfs_pointer
+from headrace.models.files import refuse_lfs_pointer
 
 MAX_MODEL_BYTES = 64 * 2**20
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5

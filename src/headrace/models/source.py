@@ -1,16 +1,13 @@
 """Where a model comes from: a folder, a lone .gguf file, a hub id, or the bundled demo.
 
-What lives here: resolving a name to files, reading the small JSON files next to the weights, and the tokenizer's files.
+What lives here: resolving a name to files, and what the small ones next to the weights say of it and its tokenizer.
 What may not: torch, reading weights (checkpoint.py), understanding a config (families.py), network access (hub.py).
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import sha256
 from pathlib import Path
@@ -18,15 +15,21 @@ from typing import Any
 
 from headrace.config import ModelConfig
 from headrace.errors import ModelError
-from headrace.models.file_names import gguf_files, select_gguf
+from headrace.models.files import (
+    MAX_JSON_BYTES,
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_BYTES,
+    TokenizerFiles,
+    gguf_files,
+    parse_any_json,
+    parse_json,
+    read_bounded,
+    read_json,
+    select_gguf,
+)
 from headrace.models.hub import HubId, download_model
 from headrace.models.pooling import KEY, json_reader, read_pooling
 from headrace.quant.config import MADE, USUAL
-
-MAX_JSON_BYTES = 16 * 2**20  # config files; the larger ones are bounded apart
-MAX_INDEX_BYTES = 64 * 2**20  # of shards
-MAX_TOKENIZER_BYTES = 512 * 2**20
-MAX_TEMPLATE_BYTES = 4 * 2**20
 
 _DEMO = Path(__file__).resolve().parent.parent / "data" / "demo"
 _PICKLES = (
@@ -42,18 +45,6 @@ class WeightFormat(str, Enum):
     SAFETENSORS = "safetensors"
     GGUF = "gguf"
     DUMMY = "dummy"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """What a tokenizer is built from, however it was stored. ``templates`` maps names ("default", "tool_use") to Jinja
-    text."""
-
-    origin: str  # for messages: where it was found
-    tokenizer_json: str
-    config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # special_tokens_map.json
-    templates: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,72 +281,6 @@ def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
             if isinstance(item, int) and not isinstance(item, bool) and item >= 0:
                 found[item] = None
     return tuple(found)
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Raises ModelError where it cannot be read."""
-    try:
-        yield
-    except OSError as error:
-        raise ModelError(
-            f"cannot read {file}: {error.strerror or error}. Check the path and its permissions."
-        ) from error
-
-
-def read_bounded(file: Path, limit: int) -> str:
-    """A small text file. Raises ModelError when it is missing, unreadable, over ``limit`` bytes or not UTF-8."""
-    with reading(file):
-        size = file.stat().st_size
-        if size > limit:
-            raise ModelError(
-                f"{file} has {size} bytes, over the limit of {limit}; it is damaged or not what its name says. Download it again."
-            )
-        content = file.read_bytes()
-        refuse_lfs_pointer(file, content[:1024])
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelError(
-            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again."
-        ) from error
-
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_LFS_SIZE = re.compile(rb"^size (\d+)$", re.MULTILINE)
-
-
-def refuse_lfs_pointer(file: Path, beginning: bytes) -> None:
-    """Detects what ``git clone`` leaves in place of a large file if Git LFS is not installed. Raises ModelError."""
-    if beginning.startswith(LFS_POINTER):
-        size = _LFS_SIZE.search(beginning)
-        raise ModelError(
-            f"{file} is a Git LFS pointer{f' for {int(size[1]):,} bytes' if size else ''}, not the file itself: the clone left large files out. "
-            f"Run `git lfs install && git lfs pull` in {file.parent}, or name the model by its hub id."
-        )
-
-
-def read_json(file: Path, *, missing_ok: bool = False, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """A JSON object, or {} for an optional file that is missing. Raises ModelError otherwise."""
-    if missing_ok and not file.exists():
-        return {}
-    return parse_json(read_bounded(file, limit), str(file))
-
-
-def parse_any_json(text: str, origin: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ModelError(f"{origin} is not JSON: {error}. Download it again.") from error
-    except RecursionError as error:
-        raise ModelError(f"{origin} is nested too deeply to be a model's file; download it again.") from error
-
-
-def parse_json(text: str, origin: str) -> dict[str, Any]:
-    value = parse_any_json(text, origin)
-    if not isinstance(value, dict):
-        raise ModelError(f"{origin} holds a JSON {type(value).__name__}, not an object; download it again.")
-    return value
 
 
 def find_tokenizer_files(override: str) -> TokenizerFiles:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ModelError
-from headrace.models.source import reading
+from headrace.models.files import reading
 
 READERS = 8
 BUFFER_BYTES = 8 * 2**20

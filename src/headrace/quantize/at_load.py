@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ModelError
-from headrace.models.checkpoint import Checkpoint
+from headrace.models.checkpoint import Checkpoint, KeyNames
 from headrace.models.families import spec_from_config
-from headrace.models.loader import KeyNames
 from headrace.models.source import ModelSource
 from headrace.models.weight_rules import StoredMatrix, names_of, stored_matrices
 from headrace.quant import StoredTensor

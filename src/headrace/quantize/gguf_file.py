@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.models.checkpoint import Checkpoint
+from headrace.models.checkpoint import Checkpoint, KeyNames
 from headrace.models.families import spec_from_config
+from headrace.models.files import TokenizerFiles
 from headrace.models.gguf_checkpoint import converted
 from headrace.models.gguf_config import llama3_factors, read_gguf_config
 from headrace.models.gguf_names import Origin, placed
-from headrace.models.loader import KeyNames
-from headrace.models.source import ModelSource, TokenizerFiles
+from headrace.models.source import ModelSource
 from headrace.models.weight_rules import weight_rules
 from headrace.quantize.gguf_recipe import ARCHITECTURES, GGUFRecipe
 from headrace.quantize.gguf_vocab import tokenizer_metadata

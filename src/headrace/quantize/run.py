@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.errors import ConfigError
+from headrace.models.checkpoint import KeyNames
 from headrace.models.decoder import Decoder
-from headrace.models.loader import KeyNames
 from headrace.models.weight_rules import disk_name, stored_matrices, weight_rules, with_formats
 from headrace.quant.config import read_quantization
 from headrace.quantize.blocks import BlockRunner

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from headrace.models.checkpoint import Checkpoint
-from headrace.models.loader import KeyNames
+from headrace.models.checkpoint import Checkpoint, KeyNames
 from headrace.models.weight_rules import weight_rules
 from headrace.quantize.blocks import BlockRunner
 from headrace.quantize.layer import finite

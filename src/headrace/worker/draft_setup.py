@@ -16,11 +16,11 @@ from torch import Tensor
 from headrace.config import Decision, EngineConfig
 from headrace.errors import ConfigError, ModelError
 from headrace.models import families
-from headrace.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
+from headrace.models.checkpoint import KeyNames, SafetensorsCheckpoint
 from headrace.models.draft_head import DraftHead
 from headrace.models.draft_source import find_draft
 from headrace.models.heads import HeadSpec, head_bytes, read_head, read_predictor
-from headrace.models.loader import KeyNames
+from headrace.models.loader import open_checkpoint
 from headrace.models.safetensors_file import read_sharded
 from headrace.models.source import ModelSource, WeightFormat, find_model
 from headrace.models.weight_rules import names_of

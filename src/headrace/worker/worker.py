@@ -44,8 +44,9 @@ from headrace.lora.device import DeviceAdapters, Reading
 from headrace.lora.layout import Layout
 from headrace.lora.slots import AdapterSlots
 from headrace.models import families, loader
-from headrace.models.checkpoint import Checkpoint, open_checkpoint
+from headrace.models.checkpoint import Checkpoint
 from headrace.models.decoder import Decoder
+from headrace.models.loader import open_checkpoint
 from headrace.models.shared_weights import share_weights
 from headrace.models.source import ModelSource, WeightFormat
 from headrace.models.weight_rules import ignored_keys, weight_rules, with_formats

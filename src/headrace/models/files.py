@@ -1,12 +1,18 @@
-"""What the file names of a repository say: which files are a model, in which form, and which of them to fetch.
+"""A model's files: which of a repository's are one, in which form, and which of them to fetch; and the small ones read.
 
-What lives here: choosing files. What may not: network access (hub.py), reading files.
+What lives here: choosing files by their names, reading texts and JSON within bounds. What may not: network access
+(hub.py), weights (checkpoint.py), what a file means (source.py, families.py).
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from headrace.errors import ModelError
 
@@ -94,3 +100,87 @@ def weight_files(files: Sequence[str]) -> list[str]:
     single = [name for name in top if name.endswith(".safetensors")]
     quantised = list(gguf_files(top).values())
     return single if len(single) == 1 else quantised[0] if len(quantised) == 1 else []
+
+
+# --- reading the small ones
+
+MAX_JSON_BYTES = 16 * 2**20  # config files; the larger ones are bounded apart
+MAX_INDEX_BYTES = 64 * 2**20  # of shards
+MAX_TOKENIZER_BYTES = 512 * 2**20
+MAX_TEMPLATE_BYTES = 4 * 2**20
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_SIZE = re.compile(rb"^size (\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a tokenizer is built from, however it was stored. ``templates`` maps names ("default", "tool_use") to Jinja
+    text."""
+
+    origin: str  # for messages: where it was found
+    tokenizer_json: str
+    config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # special_tokens_map.json
+    templates: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Raises ModelError where it cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"cannot read {file}: {error.strerror or error}. Check the path and its permissions."
+        ) from error
+
+
+def read_bounded(file: Path, limit: int) -> str:
+    """A small text file. Raises ModelError when it is missing, unreadable, over ``limit`` bytes or not UTF-8."""
+    with reading(file):
+        size = file.stat().st_size
+        if size > limit:
+            raise ModelError(
+                f"{file} has {size} bytes, over the limit of {limit}; it is damaged or not what its name says. Download it again."
+            )
+        content = file.read_bytes()
+        refuse_lfs_pointer(file, content[:1024])
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again."
+        ) from error
+
+
+def refuse_lfs_pointer(file: Path, beginning: bytes) -> None:
+    """Detects what ``git clone`` leaves in place of a large file if Git LFS is not installed. Raises ModelError."""
+    if beginning.startswith(LFS_POINTER):
+        size = _LFS_SIZE.search(beginning)
+        raise ModelError(
+            f"{file} is a Git LFS pointer{f' for {int(size[1]):,} bytes' if size else ''}, not the file itself: the clone left large files out. "
+            f"Run `git lfs install && git lfs pull` in {file.parent}, or name the model by its hub id."
+        )
+
+
+def read_json(file: Path, *, missing_ok: bool = False, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """A JSON object, or {} for an optional file that is missing. Raises ModelError otherwise."""
+    if missing_ok and not file.exists():
+        return {}
+    return parse_json(read_bounded(file, limit), str(file))
+
+
+def parse_any_json(text: str, origin: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{origin} is not JSON: {error}. Download it again.") from error
+    except RecursionError as error:
+        raise ModelError(f"{origin} is nested too deeply to be a model's file; download it again.") from error
+
+
+def parse_json(text: str, origin: str) -> dict[str, Any]:
+    value = parse_any_json(text, origin)
+    if not isinstance(value, dict):
+        raise ModelError(f"{origin} holds a JSON {type(value).__name__}, not an object; download it again.")
+    return value
