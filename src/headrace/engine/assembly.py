@@ -105,7 +105,7 @@ def create_engine(
 ) -> Engine:
     """Finds the model, loads it, sizes the cache, and puts the core on top. ``wrap`` goes around the executor.
 
-    ``watched``: somebody reads answers while they are written, so that the time between two tokens counts. ``lost``: is
+    ``watched``: answers are read while they are written, so that the time between two tokens counts. ``lost``: is
     told, from a thread, why the engine's ranks are gone, where it has several; every later step raises EngineDead.
     ``texts``: the caller has nothing else to ask; a model without a tokenizer is refused before its weights are read.
     ``replica``: which of several; ``staging``: the file through which they hand over prompts, where they do.

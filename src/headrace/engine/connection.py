@@ -3,7 +3,7 @@
 Start: the process's standard input is a socket to its parent, whose first message is a Launch; it loads, and answers
 Started or StartFailed. From then on commands come one way, one Step a step goes the other. Further front ends join by
 an Attach of the parent, which hands over a socket to each; a step's outputs go to whoever asked for them, one Step
-each. A request's id says who that is. No socket has a name: nobody else can come in.
+each. A request's id says who that is. No socket has a name: no other process can connect.
 
 What lives here: the schema of the messages, how steps are packed into them, launch, the engine's health and end. What
 may not: the process's loop (loop.py), requests' lives (client.py), text, torch.
@@ -389,11 +389,11 @@ class EngineSocket:
     def _fail_start(self, error: HeadraceError) -> None:
         if not self._info.done():
             self._info.set_exception(error)
-            self._info.exception()  # it may be that nobody waits any more
+            self._info.exception()  # it may not be waited for any more
 
 
 class JoinedEngine(EngineSocket):
-    """An engine that somebody else has launched, and given the other end of this socket."""
+    """An engine that another process has launched and given the other end of this socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()

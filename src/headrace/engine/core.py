@@ -195,7 +195,7 @@ class EngineCore:
         return self.depth > 0 and self.scheduler.serves_by_arrival
 
     def batch_order(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """In which order requests that are all there at once are best added; for callers whose answers nobody reads
+        """In which order requests that are all there at once are best added; for callers whose answers are not read
         before all have ended."""
         return self.scheduler.batch_order(requests)
 
@@ -205,7 +205,7 @@ class EngineCore:
         return self.scheduler.limits.max_num_batched_tokens
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Tells this one of the steps from now on, instead of the one before; None: nobody."""
+        """Tells this one of the steps from now on, instead of the one before; None: no observer."""
         self._observer = observer
 
     def add(self, request: Request) -> None:
@@ -457,7 +457,7 @@ class EngineCore:
         return self.snapshot().explain(request_id)
 
     def snapshot(self) -> RequestsSnapshot:
-        """Where all of them stand. Until the next turn, and while nobody comes or goes, it is the same: many may ask
+        """Where all of them stand. Until the next turn, and while no request comes or goes, it is the same: many may ask
         about a long queue."""
         unread, apart = self._unread, () if self.hand_over is None else self.hand_over.waiting
         coming = len(self._events) + len(unread) + len(self._held) + len(apart)

@@ -25,13 +25,13 @@ class ExecutorInfo:
     device: str
     memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose: weights, kv_cache, activations, …
     padded: bool = False  # a step costs its longest chunk times its chunks, not their sum
-    max_drafts: int = 0  # tokens that it can propose behind a row's last one, in one step; 0: it does not
+    max_drafts: int = 0  # tokens that it can propose after a row's last one, in one step; 0: it does not
     start_seconds: dict[str, float] = field(default_factory=dict)  # by stage, in order
     adapters: AdapterSpace | None = None  # None: the device holds none
     pooling: PoolingSpec | None = None  # what samples are, in place of tokens
     stages: int = 1  # a sampled token is there so many steps later, if no step is to wait for another
     runs_ahead: bool = (
-        False  # of a pipeline: a step may go on from what is guessed to be sampled behind drafts in flight
+        False  # of a pipeline: a step may go on from what is guessed to be sampled after drafts in flight
     )
 
 
@@ -114,7 +114,7 @@ class Executor(Protocol):
 
     A plan with ``masked`` samples is computed by ``submit`` and sampled by ``sample``, which must follow before
     anything else is submitted, once every earlier step is collected; other plans are sampled at once. ``drafts``,
-    between the two, tells what is proposed behind each of its samples, so that masks can follow that. ``collect`` raises
+    between the two, tells what is proposed after each of its samples, so that masks can follow that. ``collect`` raises
     StepFailed when the whole step failed. From then on every plan fails *without touching rows or blocks* (its
     deltas build on what was lost), until the core, with nothing in flight, calls ``recover``: rows are forgotten, and
     the plans that follow build them anew. Nothing between submit and collect may read results on the host. ``prepare``,

@@ -29,7 +29,7 @@ _WHITESPACE = r"( |\r?\n[ \t]{0,40})?"
 _MAX_REASON = 300  # characters
 _NOTHING = "nothing satisfies it, or nothing that this model's tokens can write"
 _LONG, _MOST_LONG = 4096, 16  # bytes of a forced text whose encoding is kept, how many of these
-# A tokenizer may begin a text with a space of its own, or drop one: then it is asked for the text behind something that
+# A tokenizer may begin a text with a space of its own, or drop one: then it is asked for the text after something that
 # it keeps apart.
 _BEFORE = ("", "\x02", "\n", ".")
 _NAMEABLE = re.compile(r"<[^<>\s]+>")  # a special token's name in Lark
@@ -139,7 +139,7 @@ class ForcedText:
         return self._greedily(text.encode())
 
     def _behind(self, before: str, text: str) -> list[int] | None:
-        """The tokens of ``text`` where it stands behind ``before``; None where they do not write it, to the byte."""
+        """The tokens of ``text`` where it stands after ``before``; None where they do not write it, to the byte."""
         assert self._encode is not None
         whole = before + text
         ids = self._encode(whole)
@@ -196,7 +196,7 @@ def characters(wanted: StructuredOutputs) -> int:
 
 
 def grammar_of(wanted: StructuredOutputs) -> str:
-    """The constraint in llguidance's terms, behind what may stand before it. Raises GrammarError for a schema that is
+    """The constraint in llguidance's terms, after what may stand before it. Raises GrammarError for a schema that is
     no JSON."""
     answer = _answer_of(wanted)
     if not wanted.preface:

@@ -26,7 +26,7 @@ from headrace.processes.sandbox import MAX_PROCESSES, Reply, SandboxPool, json_l
 from headrace.request import StructuredOutputs
 
 COMPILE_SECONDS = 2.0  # of CPU time
-QUICK_SECONDS = 0.25  # likewise: what takes longer goes on in threads of its own, where it holds up nobody but its like
+QUICK_SECONDS = 0.25  # likewise: what takes longer goes on in threads of its own, where it holds up only its like
 _LARGE = 32 * 1024  # characters, that are never quick
 _MOST_WAITING = 64  # trials of one tenant
 MAX_VERDICTS = 16384  # remembered, some hundred bytes each

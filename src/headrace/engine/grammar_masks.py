@@ -295,7 +295,7 @@ class GrammarMasks:
     def _follow(
         self, wanted: Wanted, drafts: Drafts, paths: list[list[Mask]], spent: list[float], bridge: _Bridge
     ) -> None:
-        """Lengthens ``paths`` by the mask behind each draft, as it is when the answer has these tokens; all rows'
+        """Lengthens ``paths`` by the mask after each draft, as it is when the answer has these tokens; all rows'
         first ones, then the second …"""
         walkers = {  # copies, as in ``forced_run``
             row: self._caught_up(sequence)[1].matcher.deep_copy()
@@ -344,7 +344,7 @@ class GrammarMasks:
         return live, follower
 
     def _note_seconds(self, request_id: int, seconds: float) -> None:
-        """What takes long may do so again: the figure rises at once and falls slowly. Masks behind drafts count."""
+        """What takes long may do so again: the figure rises at once and falls slowly. Masks after drafts count."""
         known = self.seconds[request_id]
         self.seconds[request_id] = seconds if seconds > known else known + _FADING * (seconds - known)
 

@@ -1,4 +1,4 @@
-"""The process that tries grammars out before the engine follows them. A grammar is somebody else's program for a
+"""The process that tries grammars out before the engine follows them. A grammar is a stranger's program for a
 compiler: here it may use two seconds of CPU, 256 MiB and a small stack, and what it does beyond is the end of this
 process alone.
 

@@ -43,7 +43,7 @@ Words = tuple[tuple[int, ...], ...]  # each as ids
 _MASK64 = 2**64 - 1
 _EARLY_CHARS = 1 << 16  # texts beyond this are counted piece by piece before they are tokenised whole
 _CHARS_A_TOKEN = 16  # of a text that is tokenised whole, at most: three times what any language needs
-_CUT_TOKENS = 256  # behind a cut, which may differ from those of the whole text
+_CUT_TOKENS = 256  # after a cut, which may differ from those of the whole text
 _MAX_SALT = 2048  # characters: servers put a tenant's name before their client's own
 _PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "priority"})
 _POOLED = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # of a vector, as of one token
@@ -178,7 +178,7 @@ class InputProcessor:
 
     ``seed``: requests without their own seed get one derived from it in order of arrival, so runs repeat. ``ids``: of
     requests, in that order. ``all_below``: whether all of these ids are from 0 to that limit, it excluded; where
-    somebody knows a quicker way than looking at each.
+    there is a quicker way than looking at each.
     """
 
     info: EngineInfo
@@ -199,7 +199,7 @@ class InputProcessor:
         truncate_prompt_tokens: int | None = None,
         **options: Unpack[RequestAttributes],
     ) -> Request:
-        """``param``: what errors call the prompt. ``clamp``: max_tokens is a default that nobody asked for, so it may
+        """``param``: what errors call the prompt. ``clamp``: max_tokens is a default that was not asked for, so it may
         shrink to what fits."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(

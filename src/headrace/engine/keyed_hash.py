@@ -260,7 +260,7 @@ class KeyedHashExecutor:
             if masks[0] == 0:
                 tokens.append(())
                 errors[j] = "no token is allowed"
-                row.token_ids[position:] = array("i", (0,))  # the step behind, if it is there already, finds some token
+                row.token_ids[position:] = array("i", (0,))  # the step after, if it is there already, finds some token
                 continue
             drawn = [self._draw(head, row, mask) for head, mask in zip(heads[work], masks, strict=False)]
             taken, _ = accepted(row.token_ids[position : position + len(drawn) - 1], drawn)

@@ -452,7 +452,7 @@ class LLM:
         self.engine.core.add(request)
 
     def _leave(self, request_ids: Iterable[int]) -> None:
-        """Aborts those of these requests that have not ended. Once nobody waits any more the steps in flight may end,
+        """Aborts those of these requests that have not ended. Once no caller waits any more the steps in flight may end,
         so that blocks and rows are free again."""
         with self._lock, _deferred_interrupts():
             for request_id in request_ids:

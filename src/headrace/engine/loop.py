@@ -48,12 +48,12 @@ log = logging.getLogger(__name__)
 
 
 class ParentGone(Exception):
-    """The parent's socket has closed: nobody wants anything any more."""
+    """The parent's socket has closed: nothing is wanted any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Said by nobody: this front end is gone, and nothing of it is wanted any more."""
+    """Not a message: this front end is gone, and nothing of it is wanted any more."""
 
 
 class Link:
@@ -183,7 +183,7 @@ class Links:
         return said
 
     def _hear(self, link: Link) -> Said:
-        """A front end that leaves or makes no sense costs nobody else anything."""
+        """A front end that leaves or makes no sense costs the others nothing."""
         try:
             if link.gone:
                 raise ConnectionResetError
@@ -215,7 +215,7 @@ class Links:
             raise ParentGone
 
     def send_step(self, outputs: Sequence[SequenceOutput]) -> Iterable[int]:
-        """To each front end what it asked for, in one frame. Returns requests that nobody takes any more."""
+        """To each front end what it asked for, in one frame. Returns requests that no front end takes any more."""
         if len(self._all) == 1 and (not outputs or outputs[0].request_id < 1 << frames.SERIAL_SHIFT):
             self.parent.send(frames.pack_step(outputs))
             left: Iterable[int] = ()
@@ -461,7 +461,7 @@ class EngineLoop:
 
     def _abort_all(self, link: Link, command: Left) -> None:
         """What a front end leaves behind. A grammar that is being compiled for it is found out when its first token is
-        nobody's."""
+        dropped."""
         left = [each for each in self._core.request_ids if each >> frames.SERIAL_SHIFT == link.serial]
         log.debug("front end %d has left; %d of its requests end", link.serial, len(left))
         for request_id in left:

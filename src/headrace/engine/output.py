@@ -457,7 +457,7 @@ class OutputProcessor:
     _kept_for: Sequence[int] = ()
 
     def add(self, request: Request, *, whole: bool = False) -> None:
-        """``whole``: nobody looks at the answer before it has ended, so that its tokens may come as one delta then,
+        """``whole``: the answer is not read before it has ended, so that its tokens may come as one delta then,
         where nothing in the text can end it."""
         params = request.params
         if whole and params.n == 1 and not params.stop and params.logprobs is None and params.prompt_logprobs is None:
@@ -517,7 +517,7 @@ class OutputProcessor:
                 yield request_id, delta
 
     def _keep(self, outputs: TokenOutputs) -> bool:
-        """Whether nobody wants to see any of these tokens yet; then they are kept as they are."""
+        """Whether none of these tokens is wanted yet; then they are kept as they are."""
         if outputs.request_ids is not self._kept_for:
             self._spread()
             if any(self._held.get(request_id) is None for request_id in outputs.request_ids):
@@ -539,7 +539,7 @@ class OutputProcessor:
         self._kept, self._kept_for = [], ()
 
     def feed(self, out: SequenceOutput) -> RequestDelta | None:
-        """None when nobody waits for it."""
+        """None when it is not waited for."""
         (request_id, index, token_ids, logprobs, prompt_logprobs, num_cached_tokens, finished, first_scheduled, pooled,
         ) = out  # fmt: skip
         live = self._live.get(request_id)

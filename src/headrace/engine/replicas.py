@@ -415,7 +415,7 @@ def _sum(name: str, values: Sequence[Any]) -> Any:
 class _Apart:
     request: Request
     answers: int
-    computes: int | None  # None: nobody any more
+    computes: int | None  # None: none any more
     wanted: int | None = None  # the first node that has not been sent
     # tokens of the prompt that were found cached by who answers, and by who computes
     had: int | None = None
@@ -427,7 +427,7 @@ class Relay:
     each other passed on.
 
         front end   →  who answers           AwaitPrompt: the request
-        front end   →  who computes          ComputePrompt: its prompt, for one token that nobody sees
+        front end   →  who computes          ComputePrompt: its prompt, for one token that is not shown
         who answers →  who computes          Want, Taken
         who computes → who answers           Sent
 

@@ -2,7 +2,7 @@
 
 What lives here: that face. What may not: replicas themselves (replicas.py).
 
-There is no thread: the event loop that the replicas' sockets need turns while somebody waits for a step.
+There is no thread: the event loop that the replicas' sockets need turns while a step is waited for.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ReplicatedCore:
         self._end(request_id, index)
 
     def _end(self, request_id: int, index: int) -> None:
-        """What still comes of this answer is nobody's."""
+        """What still comes of this answer is dropped."""
         if (left := self._open.get(request_id)) is not None:
             left.discard(index)
             if not left:

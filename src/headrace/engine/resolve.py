@@ -47,7 +47,7 @@ def resolve_config(
 
     ``device``: "cpu", "cuda" or "none" (keyed-hash).
 
-    ``long_steps``: nobody reads answers while they are written, and the model gains by longer steps
+    ``long_steps``: answers are not read while they are written, and the model gains by longer steps
     (worker/settings.py). ``least_tokens``: of a step, unless the user says otherwise.
     """
     decisions: list[Decision] = []

@@ -66,7 +66,7 @@ class _Sent:
 
 class Router:
     """One front end's choices. ``memory``: as ``memory_size`` says, zeros at first; ``front``: whose loads are written
-    here, -1 where nobody routes. ``routing``: "prefix", "load" (the same without a look at caches) or "turns"."""
+    here, -1 where nothing is routed. ``routing``: "prefix", "load" (the same without a look at caches) or "turns"."""
 
     def __init__(
         self,

@@ -6,13 +6,13 @@ may not: Jinja (it is imported in the renderers alone), other encoding (tokenize
 
 A thread cannot be killed and ``'a' * 10**9`` cannot be interrupted, so limits that hold need a process. A renderer is
 started at the first render (or by ``warm_up``) and stays; a render then costs one round trip through a pipe. While one
-renderer is busy others serve, so a template that loops for its whole second holds up nobody else.
+renderer is busy others serve, so a template that loops for its whole second holds up no other request.
 
 A template that was written for null may test for it and mean something else by an empty text; one that was not writes
 "None". Some go through a list of parts themselves, some print it as Python does, and a few know nothing but lists and
 drop a text. What one does with each form of a content is found out by rendering short conversations (``Contents``).
 
-In a message, a tool or a document a special token's text is plain text. A mark stands behind the first character of
+In a message, a tool or a document a special token's text is plain text. A mark stands after the first character of
 each such text, so the tokenizer, which looks for special tokens before its normaliser runs, finds only the template's.
 Then the marks are taken out, and the text is encoded as any other. What has no such text in it is not marked.
 """
@@ -65,7 +65,7 @@ _CALLING: Message = {"role": "assistant", "tool_calls": [CALL]}
 _RESULT: Message = {"role": "tool", "tool_call_id": "abcdefghi", "name": "look", "content": "seen"}
 _NOTHING = ("None", "null")  # as templates write it
 
-# What stands before and behind a message of a role in the shortest conversations that templates take.
+# What stands before and after a message of a role in the shortest conversations that templates take.
 _AROUND: Mapping[str, tuple[Sequence[Message], Sequence[Message]]] = {
     "system": ((), (_HELLO,)),
     "assistant": ((_HELLO,), (_HELLO,)),
@@ -362,7 +362,7 @@ def _shows(text: str | None) -> bool:
     return text is not None and _MARK in text
 
 
-# Printable, without case, no white space: filters of templates leave it alone, and nobody writes it.
+# Printable, without case, no white space: filters of templates leave it alone, and it is never written.
 # --- special tokens that clients write
 
 MARK = "\u2e13\ua8ce\u2e13"

@@ -1,4 +1,4 @@
-"""The process that renders chat templates. A template comes with a model, so it is somebody else's program: it runs
+"""The process that renders chat templates. A template comes with a model, so it is a stranger's program: it runs
 here, in Jinja's sandbox, without the environment's secrets, with bounded memory, under a timer that the kernel
 enforces.
 
@@ -127,7 +127,7 @@ def answer(renderer: Renderer, body: bytes) -> dict[str, Any]:
         return {"kind": "memory", "error": ""}
     except jinja2.TemplateSyntaxError as error:
         return {"kind": "syntax", "error": f"line {error.lineno}: {error.message}"}
-    except Exception as error:  # whatever somebody else's program raised is an answer, not a failure of this loop
+    except Exception as error:  # whatever a stranger's program raised is an answer, not a failure of this loop
         return {"kind": "raised", "error": f"{error}"[:500] or type(error).__name__}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)

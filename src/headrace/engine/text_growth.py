@@ -19,7 +19,7 @@ from headrace.errors import ModelError
 MAX_GROWTH = 256  # times, in bytes; normal forms and the usual replacements of a space stay below 100
 MAX_ADDED = 1 << 12  # bytes that a part may put around a text
 
-# Only these normalisers can multiply. A name in escapes is looked at as well: nobody writes ASCII so.
+# Only these normalisers can multiply. A name in escapes is looked at as well: ASCII is never written so.
 _SUSPECT = re.compile(r'"type"\s*:\s*"(?:Replace|Precompiled|Prepend)"')
 _ESCAPED = re.compile(r"\\u00[2-7]")
 # the most that one character grows

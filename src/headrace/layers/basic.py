@@ -148,7 +148,7 @@ class FeedForward(nn.Module):
         self._activation = activation
 
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
-        """Norm, this, and onto the stream. ``following``: the norm behind it."""
+        """Norm, this, and onto the stream. ``following``: the norm after it."""
         if self.down.takes_activation(stream):
             self.down.activated_onto(stream, self.up.normed(stream, norm, activates=False), self._activation)
         else:

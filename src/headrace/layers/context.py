@@ -18,7 +18,7 @@ from headrace.spec import KVFormat
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """``composes``: products may take in what stands around them; ``sparse``: every layer has experts, whose few rows
+    """``composes``: GEMMs may take in what stands around them; ``sparse``: every layer has experts, whose few rows
     alone do. ``kv``: how the cache holds keys and values; None: in
     ``dtype``. ``group``: the ranks that share the model; ``keys``: those that share the keys; ``experts``
     (Survivors): those that hold other experts and may die; None: there is one.

@@ -1,4 +1,4 @@
-"""What adapters add to one weight: low-rank factors of its slots, beside the weight's own product.
+"""What adapters add to one weight: low-rank factors of its slots, beside the weight's own GEMM.
 
 What lives here: adding them to a result. What may not: which adapter is in which slot, and where it lies,
 kernels.
@@ -39,11 +39,11 @@ class Delta:
 
     @property
     def adds_only(self) -> bool:
-        """Whether it may be added before the product is."""
+        """Whether it may be added before the GEMM is."""
         return not self.factors.gained
 
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows, squares: Tensor | None = None, eps: float = 0.0) -> None:
-        """Onto a product's result: ``y`` [T, outs], ``x`` [T, ins]. ``squares``, ``eps``: of a norm that x still
+        """Onto a GEMM's result: ``y`` [T, outs], ``x`` [T, ins]. ``squares``, ``eps``: of a norm that x still
         lacks."""
         self._add(y, x, self.factors, self.parts, rows, squares, eps)
 

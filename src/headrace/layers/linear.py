@@ -55,7 +55,7 @@ class Stream:
     which adds it at no cost; or add it and leave that norm half done: ``scaled`` by its weight, to be divided by the
     root of the mean of ``squares``; or have done it: ``ready``.
 
-    ``takes_norms``, ``takes_sums``: products of this step take in norms and sums, or sums alone, where they have a
+    ``takes_norms``, ``takes_sums``: GEMMs of this step take in norms and sums, or sums alone, where they have a
     kernel for it. ``post_norm``: what a norm gives is the stream from there on. ``adapters``: rows that adapters add to.
     """
 
@@ -82,14 +82,14 @@ class Stream:
         return x
 
     def through(self, product: Normed, norm: Norm) -> Tensor:
-        """As ``normed``, and a product that takes the norm in."""
+        """As ``normed``, and a GEMM that takes the norm in."""
         x, residual = (self.sum, None) if self.pending is None else (self.pending, self.sum)
         y, self.sum = product(x, norm.scale, norm.eps, residual)
         self.pending = None
         return y
 
     def add(self, y: Tensor, norm: Norm) -> None:
-        """A result onto the sum at once. Where products take in norms, that before the next one is left half done, as
+        """A result onto the sum at once. Where GEMMs take in norms, that before the next one is left half done, as
         they leave it."""
         self.sum = self.sum + y
         if self.takes_norms:
@@ -109,7 +109,7 @@ W = TypeVar("W")
 class Linear(nn.Module):
     """y = x · Wᵀ (+ bias). ``.weight`` [out, in] and ``.bias`` [out] are there to be filled until ``finish_loading``.
 
-    ``normed`` is a norm before it and an ``activation`` behind it, ``onto`` adds its result to the residual stream,
+    ``normed`` is a norm before it and an ``activation`` after it, ``onto`` adds its result to the residual stream,
     ``activated_onto`` with an activation before it: each in one kernel where there is one for it, else part by part.
     ``tie_weight`` makes the layer read another layer's tensor (a tied head) and hold none of its own. A weight with
     formats is held in ``pieces`` instead of ``weight``.
@@ -135,7 +135,7 @@ class Linear(nn.Module):
         group, row = context.group, site.split is Split.ROW
         hidden = site.outs if row else site.ins
         folds = context.composes and (group is None or group.max_onto_rows(hidden, context.dtype) > 0)
-        # of ranks, whose sums come too late for a product, these take in what stands behind it
+        # of ranks, whose sums come too late for a GEMM, these take in what stands after it
         self._composed = folds and (group is None or not row) and site.layer is not None
         self._onto = group.all_reduce_onto if folds and group is not None and row else None
         self._gates = context.composes and site.gated
@@ -188,13 +188,13 @@ class Linear(nn.Module):
             self._gated = _made(kernels.offer(GATED_LINEAR, facts), *operands)
         if self._composed and site.split is Split.ROW and not self._context.sparse:
             self._added = _made(kernels.offer(ADDED_LINEAR, facts), *operands)
-        # ranks' sums leave norms half done for fewer rows than a fused product takes, and what is left comes here
+        # ranks' sums leave norms half done for fewer rows than a fused GEMM takes, and what is left comes here
         fused = self._fused is not None and (self._context.group is None or site.gated)
         self._apply_weight = kernels.choose(LINEAR, replace(facts, fused=fused))(*operands)
         self.weight_bytes = getattr(self._apply_weight, "num_bytes", held)
 
     def _finish_packed(self, bias: Tensor | None, facts: WeightFacts) -> None:
-        """Where nobody takes in what stands around such a product, that is computed part by part."""
+        """Where no kernel takes in what stands around such a GEMM, that is computed part by part."""
         pieces, kernels = [piece for piece in self.pieces if isinstance(piece, Piece)], self._context.kernels
         for piece in pieces:
             piece.finish_loading()
@@ -275,7 +275,7 @@ class Linear(nn.Module):
         self._context = replace(self._context, composes=False)
 
     def watch(self, see: Callable[[Tensor], None]) -> None:
-        """From now on ``see`` is shown all inputs, [..., in], and the product is computed by itself. After
+        """From now on ``see`` is shown all inputs, [..., in], and the GEMM is computed by itself. After
         ``finish_loading``."""
         apply = self._apply_weight
 
@@ -294,17 +294,17 @@ class Linear(nn.Module):
 
     @property
     def takes_norms(self) -> bool:
-        """Whether for few rows a norm, a sum and an activation can be parts of it, or of the sum over ranks behind it."""
+        """Whether for few rows a norm, a sum and an activation can be parts of it, or of the sum over ranks after it."""
         return self._fused is not None or self._onto is not None
 
     @property
     def takes_sums(self) -> bool:
-        """Whether for many rows the sum behind it can be; of one with no sum behind it there is nothing to take."""
+        """Whether for many rows the sum after it can be; of one with no sum after it there is nothing to take."""
         return self._added is not None or self.site.split is not Split.ROW
 
     @property
     def plain(self) -> Tensor | None:  # [out, in]
-        """The weight, for who takes all of the product of few rows in."""
+        """The weight, for who takes all of the GEMM of few rows in."""
         return None if self._fused is None or self.site.bias else self._held
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [..., in] → [..., out]
@@ -318,7 +318,7 @@ class Linear(nn.Module):
         return self.delta if adapters is not None and self.delta is not None and self.delta.touched else None
 
     def normed(self, stream: Stream, norm: Norm, *, activates: bool = True) -> Tensor:
-        """→ [tokens, out], or half of it behind a gate; ``activates`` off: that is left to who takes it in."""
+        """→ [tokens, out], or half of it after a gate; ``activates`` off: that is left to who takes it in."""
         delta = self._adapted(stream.adapters)
         if self._fused is not None and stream.scaled is not None and (delta is None or self._activation is None):
             x, stream.scaled = stream.scaled, None
@@ -380,7 +380,7 @@ class Linear(nn.Module):
             if not delta.adds_only:
                 stream.add(self.forward(x, stream.adapters), following)
                 return
-            delta.add(stream.sum, x, stream.adapters)  # in place: nobody else has it by now
+            delta.add(stream.sum, x, stream.adapters)  # in place: nothing else holds it by now
         if fuses and self._fused is not None:
             stream.sum, stream.scaled, stream.squares = self._fused(
                 x, Around(residual=stream.sum, scale=following.scale)
@@ -399,7 +399,7 @@ def _itself(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A product, and what is added to it."""
+    """A GEMM, and what is added to it."""
 
     product: Callable[[Tensor], Tensor]
     add: Callable[[Tensor, Tensor], None]

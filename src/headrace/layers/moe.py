@@ -1,6 +1,6 @@
 """The sparse feed-forward: a router and its experts.
 
-What lives here: the layer that holds them. What may not: routing and expert products (kernels), families.
+What lives here: the layer that holds them. What may not: routing and expert GEMMs (kernels), families.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SparseFeedForward(nn.Module):
         )
 
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
-        """Norm, this, and onto the stream. ``following``: the norm behind it."""
+        """Norm, this, and onto the stream. ``following``: the norm after it."""
         if self._fused is not None and stream.scaled is not None:
             x, around = stream.scaled, Around(stream.squares, norm.eps, None, stream.sum, following.scale)
             chosen, spec = self.router.normed(stream, norm), self._spec
@@ -95,7 +95,7 @@ class SparseFeedForward(nn.Module):
         stream.pending = y if self._sum is None else self._sum(y)
 
     def forward_behind(self, output: Linear, x: Tensor, stream: Stream, norm: Norm, following: Norm) -> bool:
-        """The same with the product before it, ``output`` of ``x`` onto the stream, where all of it is one launch for this
+        """The same with the GEMM before it, ``output`` of ``x`` onto the stream, where all of it is one launch for this
         step; else nothing was done."""
         compute, weights = getattr(self._fused, "behind", None), (output.plain, self.router.plain)
         if compute is None or None in weights or not stream.takes_norms or stream.adapters is not None:

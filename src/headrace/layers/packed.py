@@ -46,7 +46,7 @@ class Piece(nn.Module):
         self.tensors: tuple[dict[str, Tensor], ...] = ()  # of each copy, once loading has finished
         self.laid: tuple[Packed, ...] = ()  # of each copy, where a kernel has them in a layout of its own
         self.relaid: tuple[Relaid, ...] = ()  # of each copy, where a CPU's kernel has
-        self.apart: dict[str, Tensor] = {}  # what is added to its products beside, once loading has finished
+        self.apart: dict[str, Tensor] = {}  # what is added to its GEMMs beside, once loading has finished
         self._first = 0  # of the laid rows
         for each in form.tensors(outs, ins):
             held = getattr(torch, each.dtype) if each.dtype else dtype

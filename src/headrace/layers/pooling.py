@@ -59,7 +59,7 @@ class Pooler(nn.Module):
         lengths = places.last - places.first + 1
         sums = torch.zeros(len(lengths), hidden.shape[1], dtype=torch.float32, device=hidden.device)
         token = torch.arange(len(hidden), device=hidden.device)
-        owner = torch.bucketize(token, places.last)  # a token behind the last prompt has none
+        owner = torch.bucketize(token, places.last)  # a token after the last prompt has none
         inside = owner < len(lengths)
         inside &= token >= places.first[owner.clamp_max(len(lengths) - 1)]
         weights = inside.float().unsqueeze(1)

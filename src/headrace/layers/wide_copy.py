@@ -1,7 +1,7 @@
 """A second, widened copy of matrices in few bits, where memory is plentiful: many rows are multiplied by it, few by the
 codes.
 
-Few rows of a product wait for its weights, so codes are worth what widening them takes. Many rows wait for arithmetic,
+Few rows of a GEMM wait for its weights, so codes are worth what widening them takes. Many rows wait for arithmetic,
 and widening comes on top of it, in every step again. What is widened once is multiplied as any other weight: by the
 vendor's measured algorithms, with a gate or the residual sum inside.
 
@@ -97,6 +97,6 @@ class TakingTurns:
         return (self.few if x.numel() < self.least * x.shape[-1] else self.many)(x)
 
     def gated(self, many: _Gated, few: _Gated | None) -> _Gated:
-        """Of products that take a gate in, or give None: ``many`` over the copy."""
+        """Of GEMMs that take a gate in, or give None: ``many`` over the copy."""
         few = few or (lambda x, kind: None)
         return lambda x, kind: (few if len(x) < self.least else many)(x, kind)

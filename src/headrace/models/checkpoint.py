@@ -67,7 +67,7 @@ class MappedFiles:
         if file not in self._maps:
             try:
                 with file.open("rb") as stream:
-                    # Copy-on-write, because torch wants writable buffers; nobody writes, so nothing is ever copied.
+                    # Copy-on-write, because torch wants writable buffers; nothing is written, so nothing is ever copied.
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
                 raise ModelError(f"cannot map {file}: {error}. Check its permissions.") from error

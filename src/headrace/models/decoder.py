@@ -100,7 +100,7 @@ class Block(nn.Module):
 @dataclass(frozen=True, slots=True)
 class Tap:
     """Hidden states that a draft head goes on from: each step leaves its tokens' in ``out`` [most tokens, width]: the
-    inputs of ``layers``, side by side, or (none) what is behind the last norm."""
+    inputs of ``layers``, side by side, or (none) what is after the last norm."""
 
     out: Tensor
     layers: tuple[int, ...]

@@ -93,7 +93,7 @@ class DraftHead(nn.Module):
         return self.fc.forward(tapped) if self.spec.form.beside else tapped
 
     def write(self, inputs: ForwardInputs, carried: Tensor, kv_cache: Tensor) -> None:
-        """Keys and values of entries alone. ``inputs.token_ids``: the token behind each entry's position."""
+        """Keys and values of entries alone. ``inputs.token_ids``: the token after each entry's position."""
         _, x = self._begun(inputs.token_ids, carried)
         self._block.attention.write(self._block.attention.qkv.forward(x), self._step(inputs, kv_cache))
 

@@ -1,7 +1,7 @@
 """Where a draft model comes from, and in which format its weights are held.
 
 A draft's every pass reads them, and whatever it proposes is verified: so where a device multiplies FP8, a large draft
-is rounded while it is read, its head too, which nobody but the target's verification sees.
+is rounded while it is read, its head too, which only the target's verification sees.
 
 What lives here: that choice. What may not: torch, whether a draft fits its target (worker/draft_setup.py).
 """

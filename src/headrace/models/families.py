@@ -157,7 +157,7 @@ def _rotary_decoder(
 
 
 def _learned_decoder(fields: Fields, *, default_activation: str, multi_query: bool = False) -> DecoderSpec:
-    """A plain feed-forward behind norms: GPT-2 and StarCoder."""
+    """A plain feed-forward after norms: GPT-2 and StarCoder."""
     num_layers, hidden, heads = _sizes(fields, "n_layer", "n_embd", "n_head")
     by_depth = fields.boolean("scale_attn_by_inverse_layer_idx", False)
     spec = _layer_normed(
@@ -174,7 +174,7 @@ def _learned_decoder(fields: Fields, *, default_activation: str, multi_query: bo
 
 
 def _encoder(fields: Fields, *, offset: bool = False) -> DecoderSpec:
-    """Norms behind each addition, token types: BERT. ``offset``: positions begin behind the padding token's
+    """Norms after each addition, token types: BERT. ``offset``: positions begin after the padding token's
     (RoBERTa)."""
     num_layers, hidden, heads = _sizes(fields, "num_hidden_layers", "hidden_size", "num_attention_heads")
     rows = fields.integer("max_position_embeddings", high=2**24)

@@ -76,9 +76,9 @@ _OF_HEADS = (  # fields of a head's config that are no decoder's
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
     """``block``: a decoder of one layer, whose head and embedding count only where they are its own. ``inputs``: width of
-    the target's hidden states; ``taps``: of these layers' inputs, side by side; empty: behind the last norm. ``own_head``:
+    the target's hidden states; ``taps``: of these layers' inputs, side by side; empty: after the last norm. ``own_head``:
     over ``block.vocab_size`` tokens, ``mapped`` onto the target's. ``fc_bias``: fc has one. ``normed_residual``: the
-    residual stream begins behind the norm of the hidden states."""
+    residual stream begins after the norm of the hidden states."""
 
     layout: str
     block: DecoderSpec

@@ -39,7 +39,7 @@ class _Entry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int  # in bytes, behind the header
+    start: int  # in bytes, after the header
 
 
 def share_weights(module: nn.Module, key: Sequence[object], fill: Callable[[], None]) -> bool:
@@ -73,8 +73,8 @@ def meeting_place(key: Sequence[object]) -> Path:
 
 
 def open_locked(path: Path, lock: int) -> int:
-    """Locked, with its name: shared, nobody fills it; exclusive, nobody has it. Raises ModelError for what is somebody
-    else's."""
+    """Locked, with its name: shared, nothing fills it; exclusive, nothing has it. Raises ModelError for what is another
+    user's."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -91,7 +91,7 @@ def open_locked(path: Path, lock: int) -> int:
 
 
 def _entries(fd: int) -> list[_Entry] | None:
-    """None where nobody has filled it to the end."""
+    """None where it was never filled to the end."""
     length = int.from_bytes(os.pread(fd, _LENGTH, 0), "little")
     if not 0 < length <= _MOST_HEADER:
         return None

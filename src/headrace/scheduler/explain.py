@@ -1,11 +1,11 @@
 """Why a request is where it is: its state, its place in the queue, what those who wait are short of, and how many steps
 that may last.
 
-What lives here: pure functions over the scheduler's state, called when somebody asks, and seconds from their counts.
+What lives here: pure functions over the scheduler's state, called when asked, and seconds from their counts.
 What may not: changing anything, words, pricing steps (observe/metrics.py).
 
 Who starts with the next step, and what the first that does not is short of, the planner itself says
-(``StepPlanner.find_start``), of a step that nobody computes. So the answer is the reason and not a guess.
+(``StepPlanner.find_start``), of a step that is not computed. So the answer is the reason and not a guess.
 
 How long answers will be is not known, so when a request starts is predicted by two bounds: the earliest, when only what
 must be computed is, at the pace of quick steps; and the latest, when those before it use up all the tokens they may

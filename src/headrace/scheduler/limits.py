@@ -21,7 +21,7 @@ class SchedulerLimits:
     padded: bool = False  # every chunk of a step counts as the longest one
     # of steps that compute single tokens too: prompts get the chunk that fits beside them
     max_step_seconds: float | None = None
-    max_adapters: int = 0  # of one step; 0: nobody asks whether one is there
+    max_adapters: int = 0  # of one step; 0: none is asked about
     stages: int = 1  # of a pipeline, which compute as many steps at once
     runs_ahead: bool = False  # these may go on from guesses
     pooling: bool = False  # what a prompt is answered with is no token: it has no place in the context

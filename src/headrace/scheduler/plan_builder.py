@@ -1,8 +1,8 @@
 """A StepPlan in the making: one step's work collected and frozen, or, where steps are alike, made from the plan before.
 
 While every running sequence computes one token a step and nothing is asked of it but that token, a step's plan is the
-plan before with each start one higher, and its result a list of tokens that somebody will want some day. So a cohort
-counts steps instead of writing into each sequence's record; what a record would say is made up for when somebody needs
+plan before with each start one higher, and its result a list of tokens that will be wanted some day. So a cohort
+counts steps instead of writing into each sequence's record; what a record would say is made up for when something needs
 it:
 
     a step                    costs a look at
@@ -101,7 +101,7 @@ class PlanBuilder:
                 self.drafts = {**(self.drafts or {}), **dict.fromkeys(range(known, total), drafts)}
 
     def add_drafts(self, work_index: int, sequence: Sequence, drafts: int) -> None:
-        """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nobody knows better, all
+        """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nothing better is known, all
         of them are right."""
         self.drafts = self.drafts or {}
         self.drafts[work_index] = drafts

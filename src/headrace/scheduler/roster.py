@@ -8,7 +8,7 @@ is skipped, not searched for.
 
 Rows and blocks that a step in flight still names come back when that step is retired.
 
-Longest answers first: the order of requests that are all there at once and that nobody reads along, where all lengths
+Longest answers first: the order of requests that are all there at once and that are not streamed, where all lengths
 are known.
 
 A batch ends with its last answer. One that is long and begins late keeps a device waiting that computes nothing else;

@@ -98,7 +98,7 @@ def _settle_drafts(roster: Roster, step: InFlight, result: StepResult) -> None:
     for j, (sequence, work, tokens) in enumerate(zip(step.sampled, plan.sample_work, result.tokens, strict=True)):
         drafted = drafts[work]
         if drafted and j not in settled and sequence.ignore_through < step_id:
-            known = drafted < counts[work]  # a token before them, which has one sampled behind it
+            known = drafted < counts[work]  # a token before them, which has one sampled after it
             roster.settle_drafts(sequence, drafted, drafted + known - (len(tokens) or known))
 
 
@@ -347,7 +347,7 @@ class Scheduler:
         return self.roster.log
 
     def batch_order(self, requests: Seq[Request]) -> Seq[Request]:
-        """How requests are best added that are all there at once, if nobody reads along; another policy than arrival
+        """How requests are best added that are all there at once, if none is streamed; another policy than arrival
         orders them by itself."""
         if not (self._longest_first and self.serves_by_arrival):
             return requests
@@ -576,7 +576,7 @@ class Scheduler:
 
     def fail(self, message: str | None, now: float) -> list[SequenceOutput]:
         """The oldest step failed: its sequences end with an error, all others start over (their rows may have missed
-        edits). None: it was lost, and nobody ends; what is in the cache is then as little to be trusted."""
+        edits). None: it was lost, and none ends; what is in the cache is then as little to be trusted."""
         self._dissolve()
         self.roster.now = now
         step = self.in_flight.popleft()

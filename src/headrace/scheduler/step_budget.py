@@ -6,7 +6,7 @@ model and device). Here the cost model prices the step that would be, and the la
 seconds is searched: a few sums, tens of microseconds.
 
     what a step computes                     its prompts get
-    no single tokens (nobody's answer waits) all that the token budget allows
+    no single tokens (no answer waits) all that the token budget allows
     single tokens, below the budget          what fits beside them
     single tokens, over the budget alone     what LEAST_SHARE of the budget allows, one token at least: prompts never
     stand still

@@ -2,11 +2,11 @@
 
 There are no phases. Sequences that need one token go first, then prompts under way, then the waiting queue, so that
 decoding is never stalled (Sarathi-Serve, Agrawal et al. 2024, §4). When blocks run out, sequences are preempted from
-the tail of the order; the first in order always goes on, and a sequence never outgrows the whole cache, so somebody
-always ends.
+the tail of the order; the first in order always goes on, and a sequence never outgrows the whole cache, so one always
+ends.
 
 Where as many adapters run as a step may have, the first in order that has another one claims the one with the fewest
-sequences: that adapter admits nobody behind it, so its place comes free. The others go on. So it is where those that run
+sequences: that adapter admits none after it, so its place comes free. The others go on. So it is where those that run
 would have more than half of the KV cache's blocks: sequences that are to run with them need the rest.
 
 What lives here: order, budgets, admission, preemption, which adapters are in one step. What may not: what results mean
@@ -61,7 +61,7 @@ class AdapterClaims:
         return False
 
     def _has_room(self, adapter: str) -> bool:
-        """Not behind one that had none, however small it is. One adapter may be of any size."""
+        """Not after one that had none, however small it is. One adapter may be of any size."""
         few = len(self._users) < self._most and self._blocks + self._books.size(adapter) <= self._books.most_in_use
         return not self._users or (few and not self._claimed)
 
@@ -199,7 +199,7 @@ class StepPlanner:
 
     def _late(self, mask_seconds: Mapping[int, float]) -> Collection[Sequence]:
         """Those who make way in this step because their masks would hold up all others, in the order of their turns:
-        whoever was planned longest ago goes first, and one never makes way. A request that is alone holds up nobody."""
+        whoever was planned longest ago goes first, and one never makes way. A single request holds up no other."""
         left, late = MASK_SECONDS, dict[Sequence, float]()
         if not mask_seconds or len(self.roster.requests) == 1 or self.limits.stages > 1:
             return late
@@ -250,7 +250,7 @@ class StepPlanner:
                 self._plan_decode(sequence, plan)
             elif _is_answering(sequence):
                 forced.append(sequence)
-                room -= 1  # it goes on in its turn, with as much as is left behind those who need one token
+                room -= 1  # it goes on in its turn, with as much as is left after those who need one token
             else:
                 longer.append(sequence)
         plan.complete_plain_work()
@@ -283,7 +283,7 @@ class StepPlanner:
         return max(0, min(self.speculation.length(running), spare // (2 if self.roster.waiting else 1) // running))
 
     def _plan_drafts(self, plan: PlanBuilder, late: Collection[Sequence], most: int) -> list[Sequence]:
-        """The same where sequences get their last sampled token and up to ``most`` that the worker proposes behind
+        """The same where sequences get their last sampled token and up to ``most`` that the worker proposes after
         it."""
         longer: list[Sequence] = []
         forced: list[Sequence] = []
@@ -319,7 +319,7 @@ class StepPlanner:
         return self._try_plan(sequence, plan, 1 + most, most)
 
     def _plan_ahead(self, plan: PlanBuilder) -> None:
-        """Where a stage would have nothing to do before tokens are back: drafts behind the drafts in flight, from a guess
+        """Where a stage would have nothing to do before tokens are back: drafts after the drafts in flight, from a guess
         of what is sampled there (worker/staged_drafts.py)."""
         most = self._drafts_each()
         if not most or self.speculation is None or not self.speculation.wants_run(len(self.roster.running)):
@@ -353,7 +353,7 @@ class StepPlanner:
                 return
 
     def _trim(self, sequence: Sequence, start: int) -> None:
-        """Gives back what nobody sees any more, however many drafts in flight are refuted."""
+        """Gives back what is not seen any more, however many drafts in flight are refuted."""
         self.cache.trim(sequence.kv, start - sequence.slack, sequence.last_step)
 
     def _plan_longer(self, sequence: Sequence, plan: PlanBuilder) -> None:
@@ -370,7 +370,7 @@ class StepPlanner:
 
     def _free_room(self, plan: PlanBuilder) -> None:
         """Makes room for a prompt under way that has found none, because all who came later were planned before it, or
-        because blocks were on their way; but those may be others' by the time they come (behind windows some always
+        because blocks were on their way; but those may be others' by the time they come (outside windows some always
         are), so they are waited for once."""
         sequence = self._starved
         if sequence is None or sequence.status is not SequenceStatus.RUNNING or self.roster.running[-1] is sequence:
@@ -510,7 +510,7 @@ class StepPlanner:
             self._bring_ahead(head, plan)
 
     def _bring_ahead(self, head: Sequence, plan: PlanBuilder) -> None:
-        """The adapter of the first that waits, into blocks that are free and that nobody who runs is about to need."""
+        """The adapter of the first that waits, into blocks that are free and that no running sequence is about to need."""
         adapter, books = head.request.adapter, self.cache.adapters
         if adapter is None or books is None or books.is_resident(adapter) or not books.can_place(adapter):
             return
@@ -526,7 +526,7 @@ class StepPlanner:
         return Starting([0] * len(self.cache.pools), adapters=claims)
 
     def find_start(self, sequence: Sequence, plan: PlanBuilder, before: Starting) -> PrefixMatch | Wait:
-        """How one that waits starts with this step: behind the prefix that is cached. Or what it is short of. Changes
+        """How one that waits starts with this step: after the prefix that is cached. Or what it is short of. Changes
         nothing."""
         if plan.room <= 0:
             return Wait("token_budget", 1)
@@ -544,7 +544,7 @@ class StepPlanner:
             return Wait("token_budget", sequence.num_tokens - match.num_tokens, plan.room)
         short = self._blocks_short(sequence, match, before)
         if short is not None and match.num_tokens and not self.roster.running and not before.running:
-            match = NO_MATCH  # alone it fits; behind a window, what is cached and what is new together may not
+            match = NO_MATCH  # by itself it fits; with a window, what is cached and what is new together may not
             short = self._blocks_short(sequence, match, before)
         return short or match
 
@@ -560,8 +560,8 @@ class StepPlanner:
         return Wait("blocks", needed, have) if spare < 0 else None
 
     def blocks_to_take(self, sequence: Sequence, match: PrefixMatch, headroom: int, before: Starting) -> list[int]:
-        """By group, of those that nobody holds, its adapter's among them. Beside those who run, where prompts go whole,
-        it wants its own all at once, those behind a window too. (Alone it may go in parts.)"""
+        """By group, of those that are free, its adapter's among them. Beside those who run, where prompts go whole,
+        it wants its own all at once, those outside a window too. (Alone it may go in parts.)"""
         paged = self.limits.grows
         wanted = self.cache.blocks_to_take(
             match,
@@ -687,7 +687,7 @@ class StepPlanner:
         return False
 
     def _claim(self, sequence: Sequence, before: Starting, *, exact: bool) -> _Claim:
-        """Exact: with the blocks that its prefix takes from those that nobody holds. (Several may share them, so only
+        """Exact: with the blocks that its prefix takes from the free ones. (Several may share them, so only
         one counts them.)"""
         match, others = self.lookup(sequence), len(self.roster.running)
         blocks = self.blocks_to_take(sequence, match, others, before)

@@ -5,7 +5,7 @@ PipeInfer (Butler et al. 2024) goes on drafting while the target verifies, as if
 is refuted. Both are here, because both need the same: rows, block tables, keys and values of the draft's own, edited by
 the same plans, and a thread in which all of its work is done in order.
 
-    target   | verifies drafts 1–4          | verifies drafts 6–9            | 5: what it samples behind 4
+    target   | verifies drafts 1–4          | verifies drafts 6–9            | 5: what it samples after 4
     draft    | draws 5–9 ahead …            | draws 10–14 ahead … ✗          | ✗: 8 is refuted, so this run ends
 
 Between the two devices go token ids alone, and the target's are the truth: before each proposal the draft's rows learn
@@ -37,7 +37,7 @@ from headrace.worker.rows import Ints, Rows, ints
 from headrace.worker.speculator import Proposal, Proposer
 
 _MOST_HELD = 32  # steps that draft nothing, which are told together
-_MOST_WAITING = 2  # times the tokens of a step, of prompts: beyond, they are computed once somebody drafts behind them
+_MOST_WAITING = 2  # times the tokens of a step, of prompts: beyond, they are computed once drafts follow them
 
 
 class ApartDrafts(Proposer):
@@ -75,7 +75,7 @@ class ApartDrafts(Proposer):
         return made.result()
 
     def _make(self, made: Future[Proposal], before: Callable[[], None], told: Truth, most: Ints, stop: Event) -> None:
-        """Drafts, for whoever waits for them; what may follow, while nobody does."""
+        """The drafts that are waited for; then what may follow, which is not."""
         try:
             before()
             made.set_result(self.side.propose(told, most, self._most_tokens))
@@ -103,7 +103,7 @@ class ApartDrafts(Proposer):
         return Truth(rows, starts, ends, held(self._target, rows, starts, ends))
 
     def _take_held(self) -> Callable[[], None]:
-        """Work that nobody has waited for, in order: waking the other thread takes longer than most of it."""
+        """Work that has not been waited for, in order: waking the other thread takes longer than most of it."""
         held, self._held = self._held, []
 
         def work() -> None:
@@ -155,7 +155,7 @@ class DraftSide:
         self._block_size = block_size
         self._ahead = ahead
         self._runs = RunsAhead()
-        self._ends: Ints = np.zeros(len(rows.traits), dtype=np.int32)  # of what was drawn behind each row's last token
+        self._ends: Ints = np.zeros(len(rows.traits), dtype=np.int32)  # of what was drawn after each row's last token
         self._drawn: Ints = np.zeros(len(rows.traits), dtype=np.int32)  # of that, ahead
         self._spared = 0  # tokens of runs that were cancelled before they were drawn
 

@@ -16,7 +16,7 @@ Which trace a step follows is known from its number of rows: that of the nearest
 the rows, and with them what they ask for, the first such step finds out, and one near it is recorded. A trace is known
 by what it asks for: paths that ask for the same and keep it for other times have to be of different kinds. What
 outlives a step never lies in the buffer. On a GPU the buffer is torch's own memory, borrowed for each step and given
-back behind its last launch, so that sampling finds it free.
+back after its last launch, so that sampling finds it free.
 
 A plan lays the largest result first, each at the lowest place that is free for as long as it lives (greedy by size:
 Pisarchyk and Lee 2020; with sequence lengths: TurboTransformers, Fang et al. 2021, section 4.2).
@@ -91,7 +91,7 @@ def plan(uses: Sequence[Use]) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How many rows a step's results have: all ``tokens``, or those that somebody reads, ``wanted`` (None: there is no
+    """How many rows a step's results have: all ``tokens``, or those that are read, ``wanted`` (None: there is no
     difference)."""
 
     tokens: int
@@ -157,7 +157,7 @@ class Results:
             (wanted if request.by_wanted else tokens, *request.row) for request in trace.requests
         ]
         self.views: list[Tensor | None] = [None] * len(self.shapes)
-        self.shapes.append(None)  # no shape is the one behind the last
+        self.shapes.append(None)  # no shape is the one after the last
         times = -(-tokens // _PLANNED_ROWS)
         self.offsets = [times * offset for offset in trace.plan.offsets]
         self.size = times * trace.plan.size
@@ -372,7 +372,7 @@ class Arena:
                 self.buffer.give_back()
 
     def _begin(self, rows: Rows, kind: Kind) -> Recorded | Planned | None:
-        if rows.tokens == rows.wanted:  # nobody could tell which rows a result has
+        if rows.tokens == rows.wanted:  # which rows a result has cannot be told
             return None
         trace = kind.expected(rows.tokens)
         if trace is None:
@@ -420,7 +420,7 @@ def sees_lifetimes() -> bool:
 
 
 def _by_wanted(shape: Shape, rows: Rows) -> bool | None:
-    """Whose rows these are; None: nobody's."""
+    """Whose rows these are; None: of neither."""
     if not shape or shape[0] not in (rows.tokens, rows.wanted):
         return None
     return shape[0] != rows.tokens

@@ -38,7 +38,7 @@ class Asleep(Protocol):
 
 
 class HostPages:
-    """The pages of these tensors on a CPU, whose contents nobody needs; they come back when they are touched."""
+    """The pages of these tensors on a CPU, whose contents are not needed; they come back when they are touched."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors

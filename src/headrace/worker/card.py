@@ -1,11 +1,11 @@
-"""Measures a CUDA card: bandwidth, matrix products, and what a kernel costs beside its work.
+"""Measures a CUDA card: bandwidth, GEMMs, and what a kernel costs beside its work.
 
 What lives here: timing on the device (graphs replayed between events) and the limits found with it, in full or at a
 glance. What may not: storing and finding profiles (cost/profile.py), which device is measured (profile.py), cases of
 benchmarks (bench/).
 
 A graph leaves out what a launch costs the host; a call that reads the device cannot be captured and is timed as it is
-launched. Whatever memory a measurement takes is given back to the device. Matrix products run in bursts of about ten
+launched. Whatever memory a measurement takes is given back to the device. GEMMs run in bursts of about ten
 milliseconds with pauses: held for longer, a card that has reached its power limit lowers its clock, and how far depends
 on what ran before.
 """
@@ -243,7 +243,7 @@ def _bandwidths(size: int, rounds: int, seconds: float) -> tuple[list[float], li
 
 
 def _gemm_rates(dtype: torch.dtype, rounds: int) -> list[float]:
-    """FLOP/s of [8192, 8192] x [8192, 8192] products of random numbers (zeros draw less power and run faster), one
+    """FLOP/s of [8192, 8192] x [8192, 8192] GEMMs of random numbers (zeros draw less power and run faster), one
     figure a burst."""
     left, right = _random(GEMM_SIZE, dtype), _random(GEMM_SIZE, dtype)
     product = torch.empty_like(left)

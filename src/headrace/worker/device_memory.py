@@ -128,7 +128,7 @@ def take_scratch(device: torch.device) -> None:
 
 @contextmanager
 def scratch_of_graphs(device: torch.device) -> Iterator[None]:
-    """Products that are captured within take scratch from the graphs' own pool, and it goes with the graphs.
+    """GEMMs that are captured within take scratch from the graphs' own pool, and it goes with the graphs.
 
     Kept by cuBLAS it would hold on to a pool that has no graphs any more; found from before, it would be another
     engine's.

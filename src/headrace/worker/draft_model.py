@@ -6,7 +6,7 @@ Its keys and values lie in a cache of its own whose blocks have the numbers of t
 preemption need nothing more. Prompts it computes beside the target; of decoding rows that draft nothing for a while it
 catches up when they do. It draws with the target's noise, parameters and masks (bias, penalties), so that where both
 models agree, so do their samples. On a device with a queue nothing of it is waited for: drafts stand in their rows, and
-come to the host behind the step that verifies them.
+come to the host after the step that verifies them.
 
 What lives here: running them, and how far their keys reach. What may not: loading (worker.py), a head's layout
 (models/heads.py), acceptance (speculator.py).
@@ -39,7 +39,7 @@ from headrace.worker.speculator import Proposal, Proposer
 
 # tokens of a pass that graphs are captured for, of 64 rows that catch up with two each: of more, seldom anything is drafted
 MOST_DRAFTING = 128
-_MOST_AT_ONCE = 64  # tokens of a pass that one call computes: of more, products of many rows are quicker
+_MOST_AT_ONCE = 64  # tokens of a pass that one call computes: of more, GEMMs of many rows are quicker
 _UNKNOWN = -1
 _UNEDITED = Trait.SCORED | Trait.MASKED  # what changes no logits here: a draft that its grammar forbids is cut later
 _DRAWN = _UNEDITED | Trait.RANDOM | Trait.FILTERED
@@ -47,7 +47,7 @@ _DRAWN = _UNEDITED | Trait.RANDOM | Trait.FILTERED
 
 class Drawing(Proposer):
     """What proposers that compute have in common: drafts are drawn as the target's tokens are, written into the rows
-    for the next pass, and brought to the host behind the step that verifies them."""
+    for the next pass, and brought to the host after the step that verifies them."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class DraftModel(Drawing):
         return plain & self._may_draft(rows)
 
     def go_on(self, rows: Ints, lengths: Ints) -> None:
-        """One token more, behind the drafts that end at ``lengths``."""
+        """One token more, after the drafts that end at ``lengths``."""
         self._draw_drafts(rows, lengths, np.ones_like(lengths))
 
     def catch_up(self, rows: Ints, lengths: Ints, most: int) -> None:
@@ -263,7 +263,7 @@ class DraftModel(Drawing):
         return hidden if inputs.wanted is None else hidden[inputs.wanted]
 
     def _draw_next(self, rows: Ints, lengths: Ints, depth: int) -> None:
-        """The token behind the ``lengths`` that rows have, the last ``depth`` of them drafts, where keys of all but one
+        """The token after the ``lengths`` that rows have, the last ``depth`` of them drafts, where keys of all but one
         are there."""
         graphs, how = self._graphs, self._graphed(rows)
         if graphs is None or how is None:
@@ -277,7 +277,7 @@ class DraftModel(Drawing):
 
 
 _NOTHING = -2  # position 0 follows upon nothing that could be held
-AHEAD = 1  # by so much an entry's token stands behind its position
+AHEAD = 1  # by so much an entry's token stands after its position
 _Entries = tuple[Ints, Ints, Ints, Tensor]  # rows, starts, counts, and what they take
 
 
@@ -291,7 +291,7 @@ class HeadDrafter(Drawing):
 
     An entry lies where the target keeps the keys of its position, so the last entry of a chunk waits, with its hidden
     states (``held``), for the token that follows. Once a step is over, keys and values of all other entries can be
-    written, and are when somebody may need them, or when there are many (``pending``): steps that draft nothing cost
+    written, and are when they may be needed, or when there are many (``pending``): steps that draft nothing cost
     less so. The first pass of a draft computes the one that waited, and each later one goes on from the pass before.
     Entries of drafts that were refuted are written over. A block's last entry depends on the first token of the next
     block: whoever finds blocks in the cache therefore leaves out the last one (CacheManager.lookahead).
@@ -393,7 +393,7 @@ class HeadDrafter(Drawing):
         return Proposal(counts, self._drafted(rows, lengths, int(counts.max())), stand=True)
 
     def _draw_next(self, rows: Ints, lengths: Ints, depth: int, carried: Tensor) -> Tensor:
-        """The token behind the ``lengths`` that rows have; what the one after it takes of ``carried`` [rows, carried].
+        """The token after the ``lengths`` that rows have; what the one after it takes of ``carried`` [rows, carried].
         One graph computes what is pending, too."""
         graphs, how, last = self._graphs, self._graphed(rows), (rows, lengths - 2, np.ones_like(rows), carried)
         if graphs is None or not graphs.serves(len(rows) + sum(len(each[3]) for each in self._pending)):
@@ -424,7 +424,7 @@ class HeadDrafter(Drawing):
         return bucket
 
     def _inputs(self, rows: Ints, starts: Ints, counts: Ints) -> ForwardInputs:
-        """Of entries at consecutive positions: each has the token behind its own."""
+        """Of entries at consecutive positions: each has the token after its own."""
         plan = chunk_plan(rows, starts, counts)
         inputs = self._gather.inputs(plan, pack(plan, padded=False))
         return replace(inputs, attention=(inputs.attention[self._group],))

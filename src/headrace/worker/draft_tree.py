@@ -1,6 +1,6 @@
-"""A draft model that grows trees (speculative/tree.py): each pass looks on behind all tokens that are among the best.
+"""A draft model that grows trees (speculative/tree.py): each pass extends all tokens that are among the best.
 
-The keys of tokens that it looks behind lie behind the row's own, wherever a place is free. What is accepted it computes
+The keys of tokens that it extends lie after the row's own, wherever a place is free. What is accepted it computes
 anew with its next first pass, in the right places. Where a row has a temperature, its noise is known: then the scores of
 tokens are those that the noise has been added to. Rows with masks, penalties or the like get chains.
 
@@ -28,7 +28,7 @@ _GROWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED
 
 @dataclass(frozen=True, slots=True)
 class _Grown:
-    """A row's tree behind its first ``length`` tokens, as ``Growing`` gives it."""
+    """A row's tree after its first ``length`` tokens, as ``Growing`` gives it."""
 
     length: int
     drafts: list[int]
@@ -154,7 +154,7 @@ class TreeDrafts(DraftModel):
     def _write(
         self, rows: Ints, lengths: Ints, places: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> None:
-        """``tokens`` into the rows, at ``places`` behind what each has."""
+        """``tokens`` into the rows, at ``places`` after what each has."""
         counts = [len(each) for each in places]
         at = np.repeat(lengths, counts) + np.array([place for each in places for place in each], dtype=np.int32)
         ids = np.array([token for each in tokens for token in each], dtype=np.int32)

@@ -36,7 +36,7 @@ class Counter(Protocol):
 
 class EnergyMeter:
     """Joules since the counter was found. A driver takes its time, for opening its library and for every answer, and no
-    start and no step waits for that: a thread asks, as long as somebody holds this object. A counter that fails is
+    start and no step waits for that: a thread asks, as long as this object is held. A counter that fails is
     asked no more, and stands still, with a word in the log.
     """
 
@@ -90,7 +90,7 @@ def _watch(meter: weakref.ref[EnergyMeter], find: Callable[[], Counter | None], 
     except _UNREADABLE:
         return  # nothing counts here, or this user may not read it: then there is no figure
     finally:
-        looked.set()  # whatever happened: somebody may wait for it
+        looked.set()  # whatever happened: it may be waited for
     while (held := meter()) is not None and held._look():
         del held
         time.sleep(_PERIOD)

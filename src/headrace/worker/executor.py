@@ -1,6 +1,6 @@
 """The executor of one device in this process. A CPU computes a step inside ``submit``, or with overlap in one worker
 thread. A GPU has a queue of its own: a submitted step is queued, a collected one waited for, and nothing between the
-two reads the device, so that the next step's kernels stand behind this one's before it has ended.
+two reads the device, so that the next step's kernels stand after this one's before it has ended.
 
 What lives here: the Executor protocol over a ModelRunner, failures, recovery, copies of blocks into memory that replicas
 share. What may not: what a step does, which blocks are handed over (disagg/hand_over.py).
@@ -164,7 +164,7 @@ class DeviceExecutor:
             return False
         try:
             return self._runner.passes.prepare()
-        except Exception:  # nobody waits for it: it is left alone from now on
+        except Exception:  # nothing waits for it: it is not tried again
             self._prepares = False
             _log.exception("nothing more is prepared ahead")
             with suppress(RuntimeError):  # of a device that answers nothing any more: the next step says so
@@ -192,14 +192,14 @@ class DeviceExecutor:
         let_go = adapters.drop(order.name)
         if self._pool is None:
             let_go()
-        else:  # behind the steps that may still bring it in
+        else:  # after the steps that may still bring it in
             self._pool.submit(let_go)
 
     def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
         return [] if self._adapters is None else self._adapters.outcomes(wait)
 
     def close(self) -> None:
-        """Lets go of the model: its memory is free even while somebody still holds this executor. Nothing can be
+        """Lets go of the model: its memory is free even while this executor is still held. Nothing can be
         submitted any more."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)

@@ -50,7 +50,7 @@ _EDITS, _COUNT = slice(3, 6), 6  # and what it edits of the block table: row, in
 _TREE, _LINES = slice(7, 12), 12  # and of tokens that form trees: place, keys, first place, ancestors in two lines
 _PADDING = np.array([[0], [-1], [0]], dtype=np.int32)
 _ALIGNED = 4  # int32 values in 16 bytes
-_SLOTS = 4  # one more than steps can be in flight, so that nobody waits
+_SLOTS = 4  # one more than steps can be in flight, so that no step waits
 
 
 class Kind(Enum):
@@ -309,7 +309,7 @@ class DecodeGraphs:
         self._mailbox.queued()
 
     def _compute_first(self, bucket: int, found: _Bucket, kind: Kind) -> None:
-        """Eagerly, over what the graph will read: every first use is paid for, and the graph is captured behind it."""
+        """Eagerly, over what the graph will read: every first use is paid for, and the graph is captured after it."""
         self._drawn_already = False
         found.hidden.copy_(self._hidden(bucket, self._max_model_len, kind=kind))
         self._mailbox.queued()

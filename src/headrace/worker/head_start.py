@@ -35,7 +35,7 @@ def begin_head_start(mark: Path) -> HeadStart | None:
 
 
 class HeadStart:
-    """Two threads, and processes that wait for work. Nobody has to wait for them; what they have not done is done when
+    """Two threads, and processes that wait for work. Nothing waits for them; what they have not done is done when
     it is needed."""
 
     def __init__(self, mark: Path) -> None:
@@ -57,7 +57,7 @@ class HeadStart:
         self.hand_over()(True)
 
     def hand_over(self) -> Callable[[bool], None]:
-        """The processes, to somebody who has work for them when the start is over: what is to be called once there is
+        """The processes, to whatever has work for them when the start is over: what is to be called once there is
         none, and with whether every kernel is in the cache then."""
         builders, self.builders = self.builders, None
 

@@ -351,7 +351,7 @@ def _num_bytes(groups: Sequence[KVGroup]) -> int:
 
 def memory_decision(plan: KVPlan, memory: Mapping[str, int], held: int | None) -> tuple[Decision, ...]:
     """How far a CPU's process grows. ``held``: bytes that it has once loaded, without the pages of most blocks; None or
-    0: nobody knows."""
+    0: unknown."""
     if not held:
         return ()
     most = held + plan.num_bytes + memory["activations"]

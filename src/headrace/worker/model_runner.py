@@ -67,7 +67,7 @@ class Step:
 
     @property
     def cancelled(self) -> bool:
-        """Nobody wants what it computes."""
+        """What it computes is not wanted."""
         return self.drafts is not None and self.drafts.cancelled
 
 
@@ -154,7 +154,7 @@ class ModelRunner:
             return step if plan.masked else self._sample(step, _NO_MASKS)
 
     def drafts(self, step: Step) -> list[list[int]]:
-        """Of a step that waits for its masks: what is proposed behind each of its samples."""
+        """Of a step that waits for its masks: what is proposed after each of its samples."""
         if step.proposed is not None:
             step.proposed.synchronize()
         return step.drafts.lists() if step.drafts is not None else []
@@ -233,7 +233,7 @@ class ModelRunner:
         return step
 
     def _await_lengths(self) -> None:
-        """A step behind one that verifies drafts, on a device with a queue, waits until it is known how long its rows
+        """A step after one that verifies drafts, on a device with a queue, waits until it is known how long its rows
         are."""
         while self._verifying:
             step = self._verifying.popleft()

@@ -1,7 +1,7 @@
 """Measures this machine's limits: what a step is divided by.
 
 What lives here: which device is measured, in full (``headrace doctor --profile``) or at a glance (when an engine starts
-on a device that was never measured); timed reads, copies and matrix products on the CPU; the recorder that holds each
+on a device that was never measured); timed reads, copies and GEMMs on the CPU; the recorder that holds each
 step against these limits. What may not: measuring a CUDA card (card.py), storing and finding profiles
 (cost/profile.py), the arithmetic (cost/), recording (observe/metrics.py).
 """
@@ -198,7 +198,7 @@ def identity_here(device: str = "cpu") -> DeviceIdentity:
 
 
 def _gemm_rates(dtype: torch.dtype, size: int, rounds: int, seconds: float) -> list[float]:
-    """FLOP/s of [size, size] x [size, size] products, one figure a round."""
+    """FLOP/s of [size, size] x [size, size] GEMMs, one figure a round."""
     left, right = _random(size, dtype), _random(size, dtype)
     multiply = partial(product_of_many_rows(right), left)
     multiply()  # the first call compiles or packs

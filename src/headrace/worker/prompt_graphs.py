@@ -13,7 +13,7 @@ fills a step up is of no sequence:
 
 Which shapes there are, and when one is worth a graph, is a rule of its own (cost/prompt_shapes.py). The memory of the
 largest, captured first, is that of all. A step whose shape is recorded runs eagerly over the graph's own inputs, so
-that every first use is paid for, and is captured behind it.
+that every first use is paid for, and is captured after it.
 
 What lives here: the static inputs of shapes, capture and replay. What may not: which shape serves a step
 (cost/prompt_shapes.py), what a step computes (models/), decode steps (graphs.py), sampling.
@@ -58,7 +58,7 @@ class Bounds(ShapeBounds):
 class PromptGraphs:
     """Of no use until the largest have been captured.
 
-    Steps are taken in turn: ``shape_of``, and where there is one, ``write``, ``compute``, and behind all that reads
+    Steps are taken in turn: ``shape_of``, and where there is one, ``write``, ``compute``, and after all that reads
     what it brings, ``record``.
     """
 
@@ -104,7 +104,7 @@ class PromptGraphs:
     # --- steps
 
     def shape_of(self, plan: StepPlan, packing: Packing) -> Shape | None:
-        """Which graph computes the step, or is recorded behind it; None: the step is computed as it is."""
+        """Which graph computes the step, or is recorded after it; None: the step is computed as it is."""
         tokens, sequences = len(packing.chunk), len(packing.context)
         if plan.prompt_logprobs or self._shares(plan, sequences):
             return None
@@ -245,7 +245,7 @@ def _places(shape: Shape) -> tuple[slice, ...]:
 
 
 def _fill(numbers: Ints, places: Sequence[slice], parts: Sequence[Ints]) -> None:
-    """``parts``, and behind each what those of no sequence have: row 0, no query, no key, chunk 0, position -1, the
+    """``parts``, and after each what those of no sequence have: row 0, no query, no key, chunk 0, position -1, the
     last wanted token again."""
     others = (0, parts[1][-1], 0, 0, -1, parts[5][-1])
     for place, part, other in zip(places, parts, others, strict=True):

@@ -57,7 +57,7 @@ class Recorder:
 
     @contextmanager
     def captures(self) -> Iterator[None]:
-        """What is recorded within takes the scratch of products from the graphs' memory."""
+        """What is recorded within takes the scratch of GEMMs from the graphs' memory."""
         with torch.inference_mode(), scratch_of_graphs(self.rows.device):
             yield
 
@@ -78,7 +78,7 @@ class Recorder:
         torch.cuda.empty_cache()
 
     def follow(self) -> None:
-        """What is recorded next comes behind what has been queued so far."""
+        """What is recorded next comes after what has been queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self.rows.device))
 
     @contextmanager
@@ -98,7 +98,7 @@ class Recorder:
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """After a capture that is of no use any more: what broke it is what counts.
 
-        Where ending it fails, too, torch's allocator goes on giving out the pool's memory and lets nobody else record
+        Where ending it fails, too, torch's allocator goes on giving out the pool's memory and lets nothing else record
         there: it is told that this is over, and later graphs have a pool of their own.
         """
         try:

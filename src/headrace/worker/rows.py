@@ -78,7 +78,7 @@ class Staging:
         self.put(values.view(np.int32))
 
     def put_joined(self, pieces: Sequence[array[int]]) -> None:
-        """One behind another, each copied once: out of where it lies into what is shipped."""
+        """One after another, each copied once: out of where it lies into what is shipped."""
         self._parts.append((pieces, sum(map(len, pieces))))
 
     def ship(self) -> list[Tensor]:
@@ -506,7 +506,7 @@ class Gather:
 
     def __init__(self, rows: Rows, kernels: Kernels, tables: Sequence[Tensor] | None = None, ahead: int = 0) -> None:
         """``tables``: instead of the rows' block tables; a draft's, which has all keys on every rank. ``ahead``: by so many a
-        token stands behind its position."""
+        token stands after its position."""
         self._rows = rows
         self._ids = rows.token_ids[:, ahead:]
         self._tables = rows.tables if tables is None else tables
@@ -671,7 +671,7 @@ def alone_of(wanted: Tensor, chunk: Tensor, position: Tensor) -> Alone:
     """As ``Packing.alone``, from what is on the device already (shapes as in ``Gather.gathered``), for a step that is
     captured.
 
-    A token that is said again, to fill ``wanted`` [n] up, sees no keys: nobody reads its result twice.
+    A token that is said again, to fill ``wanted`` [n] up, sees no keys: its result is read once.
     """
     new = torch.ones_like(wanted)
     new[1:] = wanted[1:] != wanted[:-1]

@@ -48,13 +48,13 @@ class SampleBatch:
     rows: Ints  # [samples]
     positions: Ints  # [samples]: where in the row the new token goes
     source: Ints  # [samples]
-    # [samples]: how many tokens before the new one are drafts that nobody has counted; None: none anywhere
+    # [samples]: how many tokens before the new one are drafts that have not been counted; None: none anywhere
     drafts: Ints | None = None
     masks: RowMasks | None = None
 
 
 class Draw(IntEnum):
-    """What picks the tokens of all rows of a step, where nothing edits their logits and nobody wants scores."""
+    """What picks the tokens of all rows of a step, where nothing edits their logits and no scores are asked for."""
 
     GREEDY = 0
     RANDOM = 1  # some rows have a temperature
@@ -166,7 +166,7 @@ class Sampler:
         shared: bool,
     ) -> tuple[Tensor, Tensor, Scores | None]:
         """(tokens, peaks, scores); where a peak is not finite, the token is not usable. ``raw`` is kept whole only
-        where somebody wants its logprobs, or several samples read one row of it.
+        where its logprobs are asked for, or several samples read one row of it.
         """
         scored = bool((traits & Trait.SCORED).any())
         logits = raw[source] if shared else raw.clone() if scored else raw

@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def speculative(self) -> SpeculativeSettings | None:
-        """Who drafts; None: nobody."""
+        """What drafts; None: nothing."""
         return read_settings(self.config.scheduler.speculative_config)
 
     @property
@@ -270,7 +270,7 @@ def takes_long_steps(kind: str, model: Mapping[str, Any], memory: int | None = N
 
 
 def resolve_threads(requested: int | None, ranks: int = 1) -> tuple[int, Decision | None]:
-    """CPU threads that compute, of each rank. More threads than physical cores slow matrix products down."""
+    """CPU threads that compute, of each rank. More threads than physical cores slow GEMMs down."""
     if requested is not None:
         return requested, None
     cores, reason = physical_cores()

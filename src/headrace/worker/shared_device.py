@@ -4,7 +4,7 @@ Sui et al. 2025).
     one file in shared memory      its locks: shared by who has the weights, exclusive by who fills them or removes it
     a socket of each that has them gives a descriptor of the memory to processes of the same user
 
-The memory is nobody's own: the driver keeps it while a process has mapped it or holds its descriptor. So whoever filled
+The memory has no owner: the driver keeps it while a process has mapped it or holds its descriptor. So whoever filled
 it may end, crash or be replaced by a newer one while others go on, and nothing of it stays when the last one ends.
 
 What lives here: meeting, and who fills. What may not: weights in host memory (models/shared_weights.py), the driver
@@ -102,7 +102,7 @@ def _unmap(address: int, size: int) -> None:
 
 def share_on_device(module: nn.Module, key: Sequence[object], fill: Callable[[], None], spans: Spans) -> bool:
     """Gives the parameters, which have no memory yet ("meta"), what another process has filled (True), or memory that
-    ``fill`` fills. ``key``: all that the values depend on, and the card. Nobody may write them. Raises ModelError."""
+    ``fill`` fills. ``key``: all that the values depend on, and the card. They are read-only. Raises ModelError."""
     places, size = _places(module)
     path = meeting_place((*key, [(name, each.dtype, each.shape) for name, each in module.named_parameters()]))
     fd = open_locked(path, fcntl.LOCK_SH)
@@ -197,7 +197,7 @@ def _serve(listening: socket.socket, fd: int) -> None:
 
 
 def _ask(path: Path, size: int, spans: Spans) -> Span | None:
-    """None where nobody has them. Raises ModelError where those that have them do not answer."""
+    """None where no process has them. Raises ModelError where those that have them do not answer."""
     silent = None
     for each in _sockets(path):
         with socket.socket(socket.AF_UNIX) as asking:

@@ -1,13 +1,13 @@
-"""A step that verifies drafts, on the worker: how long its rows really are, what is proposed behind them, what of that
+"""A step that verifies drafts, on the worker: how long its rows really are, what is proposed after them, what of that
 was right.
 
 The scheduler plans upper bounds: it does not know how many drafts of the steps in flight are accepted. Here that is
 known when a step begins, so its chunks are shifted to where rows really end, and made shorter where a proposer has less
-to propose. All samples of a row are picked at once, each behind the drafts before it; up to the first that differs from
+to propose. All samples of a row are picked at once, each after the drafts before it; up to the first that differs from
 its draft they are what would have been sampled one by one. A draft's key and value that were refuted are written over
 when the true token of that place is computed.
 
-A tree's keys lie one after another behind its row's, whatever stands behind what. Of the accepted path they are moved to
+A tree's keys lie one after another after its row's, whatever stands after what. Of the accepted path they are moved to
 the places that these tokens have in the text; what lies beyond is written over.
 
 What lives here: lengths, the plan as it is computed, acceptance, where trees stand and what is kept of them. What may
@@ -41,7 +41,7 @@ Logprobs = Mapping[int, tuple[TokenLogprobs, ...]]
 class Proposal:
     """``counts``: of each row. ``tokens``: those; or, of a device that has a queue, where they will be on the host when
     the step that verifies them has ended, [rows, at least the largest count] int32. ``stand``: they have been written
-    into the rows. ``trees``: how each row's stand; None: one behind another. ``ahead``: of them, and of what was drawn
+    into the rows. ``trees``: how each row's stand; None: one after another. ``ahead``: of them, and of what was drawn
     for nothing, where drafts are drawn while others are verified."""
 
     counts: Ints
@@ -57,7 +57,7 @@ class Proposal:
 
 class Proposer:
     """Who drafts. ``begins``: a plan's rows are built, its chunks begin where it says, and nothing of it is computed.
-    ``propose``: at most ``most[i]`` tokens behind the ``lengths[i]`` that row ``rows[i]`` has. ``took``: a row of so many
+    ``propose``: at most ``most[i]`` tokens after the ``lengths[i]`` that row ``rows[i]`` has. ``took``: a row of so many
     tokens has got these in a step with drafts. ``left``: a row's sequence has ended, or begins anew. ``settles``: the
     step before, as it was computed, is over, and nothing of the next, ``coming``, has been done; rows have ``lengths``
     tokens. ``forget``: all rows are gone."""
@@ -99,7 +99,7 @@ class LookupProposer(Proposer):
             self.took(new.row, 0, new.token_ids)
 
     def took(self, row: int, length: int, tokens: Sequence[int]) -> None:
-        if length <= self._known[row]:  # what stood behind were guesses of a pipeline
+        if length <= self._known[row]:  # what stood after were guesses of a pipeline
             self._known[row] = end = length + len(tokens)
             self._ids[row, length:end] = tokens
 
@@ -128,8 +128,8 @@ class LookupProposer(Proposer):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Of a plan's samples, in their order: what was proposed behind each. ``which``: of the proposal's rows; -1:
-    nothing was. ``rows``: that they are for. ``trees``: by chunk, where they do not stand one behind another. In
+    """Of a plan's samples, in their order: what was proposed after each. ``which``: of the proposal's rows; -1:
+    nothing was. ``rows``: that they are for. ``trees``: by chunk, where they do not stand one after another. In
     pipelines (staged_drafts.py), of samples that go on from drafts in flight: ``guesses``, the place and the token that
     each takes for sampled there; ``empty``: those that guess nothing, of which nothing is computed; ``cancelled``: all
     guesses are known to be wrong; ``unsent``: the stage before knew that, and nothing comes from there;
@@ -168,7 +168,7 @@ class Speculator:
         self._kv_caches, self._kv = kv_caches, kv
         self._proposer = proposer
         self._lengths = np.zeros(len(rows.traits), dtype=np.int32)  # tokens of each row that are known or sampled
-        self._taken: set[int] = set()  # rows that somebody has
+        self._taken: set[int] = set()  # rows in use
         self._last: StepPlan | None = None  # the step before, as it was computed
 
     def leave(self, plan: StepPlan) -> None:
@@ -267,7 +267,7 @@ class Speculator:
     def end(
         self, plan: StepPlan, drafts: Drafts, tokens: Tokens, logprobs: Logprobs, errors: Mapping[int, str]
     ) -> tuple[Tokens, Logprobs, Mapping[int, str]]:
-        """From samples at every place to the tokens that each row gets, with what goes with them. A sample behind a
+        """From samples at every place to the tokens that each row gets, with what goes with them. A sample after a
         right draft that is not usable is none: the next step finds that out again, as its first."""
         if self._alike and isinstance(tokens, Singles) and len(set(drafts.counts)) == 1 and not drafts.trees:
             return self._end_alike(drafts, tokens.column), {}, {}
@@ -332,7 +332,7 @@ def count_accepted(drafts: Ints, samples: Ints) -> Ints:  # [rows]
 
 
 def with_samples(plan: StepPlan, work: Ints, each_drafts: Ints, **changes: Any) -> StepPlan:
-    """A sample behind each of so many drafts as well as before the first."""
+    """A sample after each of so many drafts as well as before the first."""
     each = each_drafts[work] + 1
     back = np.repeat(np.cumsum(each, dtype=np.int32), each) - 1 - np.arange(each.sum(), dtype=np.int32)
     rows = np.repeat(ints(plan.sample_rows), each)
@@ -346,7 +346,7 @@ def as_array(values: Ints) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """``tokens`` that row ``row`` got behind its first ``length``; the keys of those before the last lie at ``path``,
+    """``tokens`` that row ``row`` got after its first ``length``; the keys of those before the last lie at ``path``,
     counted from the last known token."""
 
     row: int
@@ -356,7 +356,7 @@ class Branch:
 
 
 def branched(packing: Packing, trees: Mapping[int, Tree]) -> Packing:
-    """Where the chunks ``trees`` are a tree, each behind its root: tokens stand as deep as they have tokens before
+    """Where the chunks ``trees`` are a tree, each after its root: tokens stand as deep as they have tokens before
     them."""
     position = packing.position.copy()
     ancestors, first = np.zeros(len(position), dtype=np.int64), packing.context.copy()

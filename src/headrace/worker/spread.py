@@ -28,7 +28,7 @@ from headrace.parallel.context import KeyShare
 
 Ints = NDArray[np.int32]
 
-# Tokens of a step with prompts from which on ranks compute different ones, by device: of fewer, a product takes as long.
+# Tokens of a step with prompts from which on ranks compute different ones, by device: of fewer, a GEMM takes as long.
 LEAST_SPREAD = {"cpu": 16, "cuda": 256}
 
 
@@ -134,7 +134,7 @@ def _others(share: KeyShare) -> list[int]:
 
 def given_blocks(share: KeyShare, first: Ints, context: Ints, block_size: int) -> tuple[Ints, Ints, Ints]:
     """What each rank gives of a KV group's blocks: of each the chunk and the place in its table; and the table of all that
-    others give, [s - w - 1, places], where of each rank values lie behind keys. ``first``, ``context``: keys of each
+    others give, [s - w - 1, places], where of each rank values lie after keys. ``first``, ``context``: keys of each
     chunk from the first that a query sees on."""
     begins, ends = first // block_size, -(-context // block_size)
     counts = ends - begins

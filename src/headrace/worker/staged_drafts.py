@@ -5,10 +5,10 @@ goes with the step to the other stages, ahead of its hidden states; the last one
 first how much of that was right.
 
 A step need not wait for that (PipeInfer, Butler et al. 2024: several runs in flight). Where a plan says that even a
-chunk's first token is proposed, the chunk goes on behind the drafts that are on their way, from a guess of what is
+chunk's first token is proposed, the chunk goes on after the drafts that are on their way, from a guess of what is
 sampled there:
 
-    stage 0   | t d1 d2        | g d4 d5: g for what is sampled behind d2 | from the truth about the first run …
+    stage 0   | t d1 d2        | g d4 d5: g for what is sampled after d2 | from the truth about the first run …
     stage 1                    | t d1 d2 → s1 s2 s3                       | s3 is g: goes on → s4 …; else cancelled
 
 A run whose guess is wrong counts for nothing. By then the last stage knows, and computes nothing where no chunk of a step
@@ -109,7 +109,7 @@ class StagedSpeculator(Speculator):
         return bool(self._lengths[row] == place + 1 and self._rows.token_ids[row, place] == token)
 
     def _counts(self, drafts: Drafts, j: int, row: int) -> bool:
-        """A stage in between may hear of samples when their row has begun again behind them."""
+        """A stage in between may hear of samples when their row has begun again after them."""
         if drafts.turns[j] != self._turns[row]:
             return False
         return j not in drafts.guesses or self._goes_on(row, *drafts.guesses[j])

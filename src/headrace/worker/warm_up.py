@@ -1,4 +1,4 @@
-"""Steps that a start takes before anybody waits, and products of every shape: first uses are paid for, and what steps
+"""Steps that a start takes before the first request, and GEMMs of every shape: first uses are paid for, and what steps
 hold at once is seen.
 
 The largest steps are taken over a throw-away cache of one block a group: every position of every row lies in block 0,
@@ -154,7 +154,7 @@ def _edits(new: NewRow, groups: Sequence[KVGroup]) -> Iterator[tuple[int, int, i
             yield new.row, group, index
 
 
-# --- products
+# --- GEMMs
 
 
 def product_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ def product_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, 
 
 
 def warm_linears(decoder: nn.Module, device: torch.device, sizes: Sequence[int], *, max_num_seqs: int) -> None:
-    """Every product's shape once for each of so many tokens: the library picks a kernel by it and loads it then.
+    """Every GEMM's shape once for each of so many tokens: the library picks a kernel by it and loads it then.
 
     The widest layer, the head, computes no more rows than there are sequences.
     """

@@ -494,7 +494,7 @@ class Worker:
 
     @property
     def _prunes(self) -> bool:
-        """Whether nobody reads what is behind the last layer of tokens that are not sampled from."""
+        """Whether the last layer's output is unused for tokens that are not sampled from."""
         pooling, tap = self._setup.spec.pooling, self._decoder.tap
         read = (pooling is not None and pooling.kind == "mean") or (tap is not None and not tap.layers)
         return self._config.device.last_layer_pruning and not read
@@ -651,7 +651,7 @@ def create_ahead(
 
     def prepare() -> tuple[str, str | None]:
         prepared = gpu.prepare_compiler()
-        with suppress(Exception):  # ``start`` does it again, where there is somebody to hear of it
+        with suppress(Exception):  # ``start`` does it again, where an error is reported
             gpu.prepare_kernels(device)
         return prepared
 

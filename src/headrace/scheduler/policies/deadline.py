@@ -186,7 +186,7 @@ class _Taken:
 
 
 class Deadline(DynamicPolicy):
-    """``ttft``, ``tpot``: targets in seconds of requests that bring none. Without a ``forecast`` nobody is refused."""
+    """``ttft``, ``tpot``: targets in seconds of requests that bring none. Without a ``forecast`` none is refused."""
 
     heeds_speed = True
 

@@ -1,14 +1,14 @@
 """Fair shares: virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 
 Each tenant has a counter of the service it got, divided by its weight. The tenant of the least counter goes next;
-within a tenant, arrival decides. A tenant that had nobody waiting is lifted to the least counter of those who do (or,
-if nobody waits, of the last who did), so that idling earns no credit.
+within a tenant, arrival decides. A tenant that had none waiting is lifted to the least counter of those who do (or,
+if none waits, of the last that did), so that idling earns no credit.
 
     service  =  input price · prompt tokens computed (those found in the cache are free, those computed again are not
     charged again)
               + output price · tokens of answers
 
-Nobody is pushed out for the sake of fairness, so shares are right up to what runs at once. For two tenants f and g who
+None is preempted for the sake of fairness, so shares are right up to what runs at once. For two tenants f and g who
 both have requests waiting all through an interval, with W the service each got in it:
 
     | W_f / w_f  −  W_g / w_g |  ≤  2 · (input price · longest prompt + output price · rows · longest answer) / min(w)
@@ -122,7 +122,7 @@ class Fair(DynamicPolicy):
         self._counters[tenant] = self.counter(tenant) + service / self._weights.get(tenant, 1.0)
 
     def _floor(self) -> float:
-        """What nobody who comes is below."""
+        """What no newcomer is below."""
         return min(map(self.counter, self._waiting)) if self._waiting else self.counter(self._last)
 
     def _enter(self, tenant: str) -> None:

@@ -33,7 +33,7 @@ Order = tuple[float, ...]  # smaller goes first; all orders of one policy are of
 
 class Policy:
     """Sequences are admitted in ascending ``order``; the last in order is the first to be preempted. This one itself is
-    first come, first served: nobody is pushed out for a later arrival."""
+    first come, first served: none is preempted for a later arrival."""
 
     def order(self, request: Request, arrival_number: int) -> Order:
         return (arrival_number,)

@@ -19,9 +19,9 @@ below the expected curve that is kept:
 Sequences are served by gain / weight, the paper's greedy way to fill its knapsack; one with text in stock is pushed out
 for one that gains more, at most ``preemptions`` times a request on average (who gives way for want of blocks, or falls
 with a step, counts, but nothing is owed for it). The paper's search for a batch size is left out: a step of a full
-batch is many times quicker than a reader, so a smaller one would gain nobody anything.
+batch is many times quicker than a reader, so a smaller one would gain nothing.
 
-Nobody starves: every TURN-th admission is the longest waiting one's. And whoever was admitted is not pushed out before
+No request starves: every TURN-th admission is the longest waiting one's. And whoever was admitted is not pushed out before
 it has a new token.
 
 What lives here: readers, gains, turns. What may not: defaults (config.py), room (step_planner.py).
@@ -116,7 +116,7 @@ class QualityOfExperience(DynamicPolicy):
         return None
 
     def consider(self, roster: Roster) -> Iterable[tuple[Sequence, Refusal]]:
-        """Where somebody waits, and not at every step."""
+        """Where requests wait, and not at every step."""
         if not len(roster.waiting):
             self.wake = math.inf
         elif not self._last_look <= roster.now < self._next_look:
@@ -153,7 +153,7 @@ class QualityOfExperience(DynamicPolicy):
         self._measure(roster)
         for sequence, reader in self._readers.items():
             reader.take(sequence.num_output_tokens, now)
-            if reader.turn or sequence.order[0] > 0.0:  # else it waits for its turn, which nobody takes from it
+            if reader.turn or sequence.order[0] > 0.0:  # else it waits for its turn, which is not taken from it
                 sequence.order = self._order_of(sequence, reader, now)
         roster.waiting.reorder()
 

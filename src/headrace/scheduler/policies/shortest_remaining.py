@@ -10,7 +10,7 @@ fewer tokens goes before an earlier one only if it came less than
 
     (remaining work of the earlier)  /  ageing        seconds after it
 
-and so nobody is passed by anybody who came later than that: no starvation. One that runs is pushed out for a key that
+and so none is passed by one that came later than that: no starvation. One that runs is pushed out for a key that
 is lower by more than what computing it again would cost.
 
 Answers' lengths are predicted from those before, or taken from what requests allow:
@@ -37,7 +37,7 @@ from headrace.scheduler.roster import Roster, Sequence
 PROMPT_SHARE = 1 / 16  # of a token of an answer: what a token of a prompt costs, many of which are computed at once
 STRIDE = 16  # tokens after which a running one's key is looked at again,
 LOOK = 0.1  # ... and seconds after which steps that are alike are interrupted for that
-LEAST_GAIN = 32.0  # tokens: for less nobody is pushed out
+LEAST_GAIN = 32.0  # tokens: for less none is preempted
 
 BEGINNING = 32  # tokens of a prompt that tell its kind
 ENOUGH = 5  # answers of a kind, before they are believed
@@ -91,8 +91,8 @@ class _Kind:
 class History(MaxTokens):
     """Max_tokens is not looked at: most clients set it far above what they get. Nor does it cut a prediction off,
     though no answer gets longer: whoever always asks for little is known by it after ``ENOUGH`` answers, and in a
-    simulation, where max_tokens is the length that an answer will have, the cut would tell the predictor what nobody
-    knows on a server, and its figures would be worth nothing."""
+    simulation, where max_tokens is the length that an answer will have, the cut would tell the predictor what is not
+    known on a server, and its figures would be worth nothing."""
 
     def __init__(self) -> None:
         self.news = 0
@@ -119,7 +119,7 @@ class History(MaxTokens):
 
 
 def _groups(sequence: Sequence) -> tuple[Group, Group, Group]:
-    """From the narrowest to all. A tenant's kinds are its own: nobody can teach the engine about another's."""
+    """From the narrowest to all. A tenant's kinds are its own: one tenant cannot teach the engine about another's."""
     request = sequence.request
     beginning = (
         request.prompt_token_ids[:BEGINNING].tobytes() if len(request.prompt_token_ids) > BEGINNING else b"short"
