@@ -72,8 +72,7 @@ async def models(service: Service, exchange: Exchange) -> None:
 
 
 async def model(service: Service, exchange: Exchange) -> None:
-    name = exchange.path.removeprefix("/v1/models/")
-    await exchange.reply_json(_model_card(await service.find(name), name))
+    await exchange.reply_json(_model_card(await service.find(exchange.named), exchange.named))
 
 
 def _model_card(service: Service, name: str) -> answers.Model:
@@ -284,32 +283,26 @@ class RouteTable:
 
     def __init__(self, routes: Sequence[Route] = ROUTES) -> None:
         self._exact: dict[str, dict[str, Route]] = {}
-        self._named: dict[tuple[str, str], dict[str, Route]] = {}
+        self._named: dict[re.Pattern[str], dict[str, Route]] = {}
         for route in sorted(routes, key=lambda route: -len(route.path.partition("}")[2])):
-            prefix, brace, rest = route.path.partition("{")
-            by_method = (
-                self._named.setdefault((prefix, rest.partition("}")[2]), {})
-                if brace
-                else self._exact.setdefault(prefix, {})
-            )
+            before, name, after = re.fullmatch(r"([^{]*)({\w+})?(.*)", route.path).groups()  # type: ignore[union-attr]
+            pattern = re.compile(f"{re.escape(before)}(.+){re.escape(after)}", re.DOTALL)
+            by_method = self._named.setdefault(pattern, {}) if name else self._exact.setdefault(before, {})
             by_method[route.method] = route
 
-    def match(self, path: str) -> dict[str, Route]:
-        """Routes by method; empty where there is no such path."""
-        found = self._exact.get(path)
-        if found is not None:
-            return found
-        for (prefix, suffix), by_method in self._named.items():
-            if path.startswith(prefix) and path.endswith(suffix) and len(path) > len(prefix) + len(suffix):
-                return by_method
-        return {}
+    def match(self, path: str) -> tuple[dict[str, Route], str]:
+        """Routes by method, empty where there is no such path; and what stands for the ``{name}``."""
+        if (exact := self._exact.get(path)) is not None:
+            return exact, ""
+        found = ((by_method, pattern.fullmatch(path)) for pattern, by_method in self._named.items())
+        return next(((by_method, match[1]) for by_method, match in found if match), ({}, ""))
 
     def hint(self, path: str) -> str:
         """What a client's base URL should be, where that is all that is wrong with a path; else where the routes are
         listed."""
-        if path.startswith(_VERSION * 2) and self.match(path.removeprefix(_VERSION)):
+        if path.startswith(_VERSION * 2) and self.match(path.removeprefix(_VERSION))[0]:
             return f"the client adds {_VERSION} itself, so set its base URL without it."
-        if self.match(_VERSION + path):
+        if self.match(_VERSION + path)[0]:
             return f"it is {_VERSION}{path} here, so let the client's base URL end in {_VERSION} (http://HOST:PORT{_VERSION})."
         return "see the list in the documentation."
 
@@ -364,7 +357,7 @@ class App:
         await handler(self._service, exchange)
 
     def _gate(self, exchange: Exchange) -> Handler:
-        by_method = self._table.match(exchange.path)
+        by_method, exchange.named = self._table.match(exchange.path)
         if by_method:
             exchange.errors = next(iter(by_method.values())).errors
         if not by_method or not all(route.open for route in by_method.values()):

@@ -58,6 +58,7 @@ class Exchange:
         self.arrival = time.perf_counter()
         self.request_id = self._client_request_id() or uuid.uuid4().hex
         self.route = "-"  # the matched route's template: what logs and metrics show
+        self.named = ""  # what stands in the path for the {name} in it
         self.body: type[Body] | None = None  # of the matched route
         self.errors = ErrorFormat()  # the matched route's, or of the answer that has begun
         self.cors: Headers = ()  # of every answer, for a page of another site

@@ -170,7 +170,7 @@ def running(service: Service, tenant: str) -> list[Json]:
 
 
 async def show_request(service: Service, exchange: Exchange) -> None:
-    name = exchange.path.removeprefix("/v1/requests/")
+    name = exchange.named
     shown = await service.first("find_request", name, exchange.tenant)
     if shown is None:
         told = f"There is no request {name[:100]!r} of yours, or it ended long ago; see /v1/requests."

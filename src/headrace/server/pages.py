@@ -20,7 +20,6 @@ from headrace.server.exchange import Exchange
 if TYPE_CHECKING:  # handlers are given it
     from headrace.server.service import Service
 
-PREFIX = "/web/"
 TYPES = {
     "html": b"text/html; charset=utf-8",
     "css": b"text/css; charset=utf-8",
@@ -69,7 +68,7 @@ async def dashboard(service: Service, exchange: Exchange) -> None:
 
 
 async def asset(service: Service, exchange: Exchange) -> None:
-    await _send(exchange, exchange.path.removeprefix(PREFIX))
+    await _send(exchange, exchange.named)
 
 
 async def _send(exchange: Exchange, name: str) -> None:

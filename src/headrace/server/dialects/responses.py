@@ -39,7 +39,6 @@ from headrace.server.service import Service
 from headrace.server.stored import Stored
 from headrace.server.wire import HOLE, AnswerOptions, ErrorFormat, PromptState, around, encode, error_object, quote
 
-_INPUT_ITEMS = "/input_items"
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _STEMS = {Kind.REASONING: "reasoning_text", Kind.TEXT: "output_text", Kind.CALL: "function_call_arguments"}
 _ID_PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
@@ -108,15 +107,10 @@ async def _find(service: Service, name: str, tenant: str) -> Stored | None:
 
 
 async def _require(service: Service, exchange: Exchange) -> Stored:
-    name = _name(exchange)
-    found = await _find(service, name, exchange.tenant)
+    found = await _find(service, exchange.named, exchange.tenant)
     if found is None:
-        raise _unknown(name)
+        raise _unknown(exchange.named)
     return found
-
-
-def _name(exchange: Exchange) -> str:
-    return exchange.path.removeprefix("/v1/responses/").removesuffix(_INPUT_ITEMS)
 
 
 def _unknown(name: str) -> NotFound:
@@ -133,10 +127,9 @@ async def show(service: Service, exchange: Exchange) -> None:
 
 
 async def delete(service: Service, exchange: Exchange) -> None:
-    name = _name(exchange)
-    if not await service.first("delete_response", name, exchange.tenant):
-        raise _unknown(name)
-    await exchange.reply_json(Deleted(name))
+    if not await service.first("delete_response", exchange.named, exchange.tenant):
+        raise _unknown(exchange.named)
+    await exchange.reply_json(Deleted(exchange.named))
 
 
 async def input_items(service: Service, exchange: Exchange) -> None:
