@@ -27,27 +27,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "headrace.config": (
-        "CacheConfig",
-        "DeviceConfig",
-        "EngineConfig",
-        "ModelConfig",
-        "SchedulerConfig",
-        "ServerConfig",
-    ),
-    "headrace.engine.client": ("AsyncLLM",),
-    "headrace.engine.llm": ("LLM",),
-    "headrace.engine.pooled": ("EmbeddingRequestOutput", "PoolingParams", "ScoringRequestOutput"),
-    "headrace.errors": ("HeadraceError",),
-    "headrace.request": (
-        "CompletionOutput",
-        "Logprob",
-        "LoRARequest",
-        "RepetitionDetection",
-        "RequestOutput",
-        "SamplingParams",
-        "StructuredOutputs",
-    ),
+    "config": "CacheConfig DeviceConfig EngineConfig ModelConfig SchedulerConfig ServerConfig",
+    "engine.client": "AsyncLLM",
+    "engine.llm": "LLM",
+    "engine.pooled": "EmbeddingRequestOutput PoolingParams ScoringRequestOutput",
+    "errors": "HeadraceError",
+    "request": "CompletionOutput Logprob LoRARequest RepetitionDetection RequestOutput SamplingParams StructuredOutputs",
 }
 
 __all__ = [
@@ -58,14 +43,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = next((module for module, names in _HOMES.items() if name in names), None)
+    home = next((module for module, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
     if name == "LLM":
         from headrace.torch_environment import load_ahead
 
         load_ahead()
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(f"headrace.{home}"), name)
     globals()[name] = value
     return value
 

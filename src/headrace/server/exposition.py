@@ -326,21 +326,11 @@ class ServerMetrics:
         total = engine.get("num_blocks", 0)
         grammars = engine.get("grammars") or {}
         waiting = engine.get("num_waiting", 0)
-        drafts = engine.get("drafts") or {}
         held, asleep, handed = engine.get("num_held", 0), engine.get("asleep", 0), engine.get("hand_over")
         coming = handed["waiting"] if handed else 0
         return {
             "counters": {},
             **engine,
-            "drafts": {
-                "runs": drafts["steps"],
-                "drafted": sum(drafts["drafted"]),
-                "accepted": sum(drafts["accepted"]),
-                "by_position": dict(enumerate(drafts["accepted"])),
-                "ahead": drafts["ahead"],
-            }
-            if drafts
-            else None,
             "kv_usage": engine["num_used_blocks"] / total if total else 0.0,
             "grammars": grammars,
             "hand_over": {**handed, "seconds": {"out": handed["given_seconds"], "in": handed["taken_seconds"]}}
@@ -413,8 +403,9 @@ def _samples(metric: Metric, value: Any) -> Value:
     if metric.kind == "histogram":
         return _buckets(value)
     if metric.label:
-        return [("", f'{metric.label}="{key}"', each) for key, each in value.items()]
-    return 0 if value is None else value
+        by_key = enumerate(value) if isinstance(value, Sequence) else value.items()
+        return [("", f'{metric.label}="{key}"', each) for key, each in by_key]
+    return sum(value) if isinstance(value, Sequence) else 0 if value is None else value
 
 
 def _buckets(histogram: Given) -> Iterator[Sample]:
