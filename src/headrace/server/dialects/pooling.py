@@ -43,7 +43,6 @@ from headrace.server.generate import Delivery
 from headrace.server.limits import Price
 from headrace.server.service import Service
 from headrace.server.wire import TEXT_ONLY, Answer, AnswerOptions, ChoiceState, PromptState, encode_list, encode_object
-from headrace.spec import PoolingSpec
 
 MAX_INPUTS = 2048  # OpenAI's
 _A_PLACE = 8  # prompts that take one place of the queue: each is done with once it is computed
@@ -53,6 +52,7 @@ Texts = Annotated[Any, Meta(extra_json_schema=texts_schema(MAX_INPUTS))]
 
 
 Pairs = list[tuple[str, str]]
+Show = Callable[["PooledAnswer"], Json]
 
 
 class TextDocument(Struct):
@@ -102,14 +102,12 @@ class ScoreBody(PairsBody, kw_only=True):
 
 @dataclass(slots=True)
 class Job:
-    """What is asked of the engine: a prompt for each vector or score. ``places``: of each pair that is compared, its
-    two prompts; empty: a prompt is a pair, or is asked for itself."""
+    """What is asked of the engine: a prompt for each vector or score."""
 
     prompts: Sequence[Callable[[], ParsedPrompt]]  # to be made beside the event loop
     sizes: Sequence[int]  # characters of each
     param: str
     truncate: int | None = None
-    places: Sequence[tuple[int, int]] = ()
 
 
 def parse_embedding(raw: Given) -> tuple[EmbeddingBody, list[str | array[int]]]:
@@ -143,43 +141,77 @@ async def embeddings(service: Service, exchange: Exchange) -> None:
     spec = service.model.any_engine.inputs.pooling
     params = PoolingParams(dimensions=body.dimensions)
     params.check(spec.width)
+    encode: Callable[[array[float]], Any] = array.tolist if body.encoding_format == "float" else _base64
+
+    def item(index: int, result: bytes) -> Json:
+        return {"object": "embedding", "index": index, "embedding": encode(pooled.embedding(result, spec, params))}
+
     truncate = body.truncate_prompt_tokens
     job = Job([partial(_plain, each) for each in given], [len(each) for each in given], "input", truncate)
-    answer = partial(EmbeddingAnswer, pooling=spec, params=params, encoding=body.encoding_format)
-    await _deliver(service, exchange, body, job, answer, _FLOAT_BYTES * (body.dimensions or spec.width))
+    size = _FLOAT_BYTES * (body.dimensions or spec.width)
+    await _deliver(service, exchange, body, job, "embd-", lambda answer: answer.listed(answer.each(item)), size)
 
 
 async def rerank(service: Service, exchange: Exchange) -> None:
+    """Best first, of those that are equally good the first one asked about."""
     body, pairs = await service.limits.bodies.read(exchange, parse_rerank)
-    shown = [document for _, document in pairs] if body.return_documents else None
-    await _score(service, exchange, body, pairs, partial(RerankAnswer, top_n=body.top_n, documents=shown), "documents")
+    top_n, documents = body.top_n or None, [{"text": document} for _, document in pairs]
+
+    def show(answer: PooledAnswer, scores: list[float]) -> Json:
+        ordered = sorted(enumerate(scores), key=lambda each: -each[1])[:top_n]
+        results = [
+            {
+                "index": index,
+                **({"document": documents[index]} if body.return_documents else {}),
+                "relevance_score": score,
+            }
+            for index, score in ordered
+        ]
+        return {
+            "id": answer.id, "model": answer.options.model, "usage": answer.usage(), "results": encode_list(results),
+        }  # fmt: skip
+
+    await _score(service, exchange, body, pairs, "rerank-", show, "documents")
 
 
 async def score(service: Service, exchange: Exchange) -> None:
     body, pairs = await service.limits.bodies.read(exchange, parse_score)
-    await _score(service, exchange, body, pairs, ScoreAnswer, "text_2")
+
+    def show(answer: PooledAnswer, scores: list[float]) -> Json:
+        return answer.listed({"index": at, "object": "score", "score": each} for at, each in enumerate(scores))
+
+    await _score(service, exchange, body, pairs, "score-", show, "text_2")
 
 
 async def _score(
-    service: Service, exchange: Exchange, body: PairsBody, pairs: Pairs, create: Callable[..., ScoreAnswer], param: str
-) -> None:
+    service: Service, exchange: Exchange, body: PairsBody, pairs: Pairs, prefix: str,
+    show: Callable[[PooledAnswer, list[float]], Json], param: str,
+) -> None:  # fmt: skip
     """A reranker reads both texts of a pair at once; of a model that embeds, each text is embedded once."""
     service.model.check_task("embed", "score")
-    inputs, truncate = service.model.any_engine.inputs, body.truncate_prompt_tokens
+    inputs, truncate, activation = service.model.any_engine.inputs, body.truncate_prompt_tokens, body.activation
     if inputs.info.task == "score":
         options: Json = {"instruction": body.instruction, "truncate_prompt_tokens": truncate}
         prompts = [partial(inputs.pair, *pair, **options) for pair in pairs]
         job = Job(prompts, [len(first) + len(second) for first, second in pairs], param)
+
+        def scores(results: Sequence[bytes]) -> list[float]:
+            return [pooled.score(each, inputs.pooling, activation) for each in results]
+
     else:
         for name in ("instruction", "activation"):
             if getattr(body, name) is not None:
                 raise InvalidRequest(f"{name} is for rerankers, but this model embeds texts; leave it out.", param=name)
         texts = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         places = [(texts[first], texts[second]) for first, second in pairs]
-        job = Job([partial(_plain, text) for text in texts], [len(text) for text in texts], param, truncate, places)
+        job = Job([partial(_plain, text) for text in texts], [len(text) for text in texts], param, truncate)
+
+        def scores(results: Sequence[bytes]) -> list[float]:
+            vectors = [array("f", each) for each in results]
+            return [cosine(vectors[first], vectors[second]) for first, second in places]
+
     size = _FLOAT_BYTES + max(len(document) for _, document in pairs) * 6
-    answer = partial(create, pooling=inputs.pooling, activation=body.activation, places=job.places)
-    await _deliver(service, exchange, body, job, answer, size)
+    await _deliver(service, exchange, body, job, prefix, lambda answer: show(answer, scores(answer.results)), size)
 
 
 def _plain(given: str | array[int]) -> ParsedPrompt:
@@ -187,7 +219,7 @@ def _plain(given: str | array[int]) -> ParsedPrompt:
 
 
 async def _deliver(
-    service: Service, exchange: Exchange, body: PoolingBody, job: Job, create: Callable[..., Answer], bytes_each: int
+    service: Service, exchange: Exchange, body: PoolingBody, job: Job, prefix: str, show: Show, bytes_each: int
 ) -> None:
     """Checks every prompt, has all of them computed, and answers. ``bytes_each``: of the answer, for each prompt."""
     options = await service.model.named(TEXT_ONLY, body.model)
@@ -203,7 +235,7 @@ async def _deliver(
                 await asyncio.sleep(0)  # there may be thousands
             prepare = partial(_request, service, exchange, body, job, make)
             requests.append(await service.limits.threads.run(size, prepare, exchange.tenant))
-        answer = create(options, [PromptState(each.prompt_token_ids) for each in requests])
+        answer = PooledAnswer(options, [PromptState(each.prompt_token_ids) for each in requests], prefix, show)
         del body, job  # their texts may be large
         await Delivery(service, exchange, answer, requests, "", stream=False).run(cost)
 
@@ -220,11 +252,11 @@ def _request(service: Service, exchange: Exchange, body: PoolingBody, job: Job, 
 
 
 class PooledAnswer(Answer):
-    """What the three have in common: a result for each prompt, once, and usage."""
+    """A result for each prompt, once, and usage. ``show``: the answer's members, once all results are there."""
 
-    def __init__(self, options: AnswerOptions, prompts: Sequence[PromptState], *, pooling: PoolingSpec) -> None:
+    def __init__(self, options: AnswerOptions, prompts: Sequence[PromptState], prefix: str, show: Show) -> None:
+        self.prefix, self._show = prefix, show
         super().__init__(options, prompts, [ChoiceState(prompt) for prompt in prompts])
-        self.pooling = pooling
         self.results: list[bytes] = [b""] * len(prompts)
 
     def add(self, choice: int, delta: RequestDelta) -> None:
@@ -234,67 +266,21 @@ class PooledAnswer(Answer):
         tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         return PooledUsage(tokens, tokens)
 
-    def listed(self, data: Iterable[Json]) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytes]:
+        return encode_object(self._show(self))
+
+    def each(self, item: Callable[[int, bytes], Json]) -> Iterator[Json]:
+        """Results are let go as they are shown."""
+        for index, result in enumerate(self.results):
+            self.results[index] = b""
+            yield item(index, result)
+
+    def listed(self, data: Iterable[Json]) -> Json:
         head = {"id": self.id, "object": "list", "created": self.created, "model": self.options.model}
-        return encode_object({**head, "data": encode_list(data), "usage": self.usage()})
+        return {**head, "data": encode_list(data), "usage": self.usage()}
 
 
-class EmbeddingAnswer(PooledAnswer):
-    prefix = "embd-"
-
-    def __init__(self, *given: Any, params: PoolingParams, encoding: str, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._params, self._encoding = params, encoding
-
-    def pieces(self) -> Iterator[bytes]:
-        return self.listed(map(self._item, range(len(self.results))))
-
-    def _item(self, index: int) -> Json:
-        values, self.results[index] = pooled.embedding(self.results[index], self.pooling, self._params), b""
-        return {"object": "embedding", "index": index, "embedding": self._encoded(values)}
-
-    def _encoded(self, values: array[float]) -> list[float] | str:
-        if self._encoding == "float":
-            return values.tolist()
-        if sys.byteorder == "big":  # little-endian float32, as OpenAI's
-            values.byteswap()
-        return base64.b64encode(values.tobytes()).decode("ascii")
-
-
-class ScoreAnswer(PooledAnswer):
-    prefix = "score-"
-
-    def __init__(self, *given: Any, activation: bool | None, places: Sequence[tuple[int, int]], **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._activation, self._places = activation, places
-
-    def scores(self) -> list[float]:
-        """Of each pair, in the order asked."""
-        if not self._places:
-            return [pooled.score(each, self.pooling, self._activation) for each in self.results]
-        vectors = [array("f", each) for each in self.results]
-        return [cosine(vectors[first], vectors[second]) for first, second in self._places]
-
-    def pieces(self) -> Iterator[bytes]:
-        data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(self.scores())]
-        return self.listed(data)
-
-
-class RerankAnswer(ScoreAnswer):
-    """Best first, of those that are equally good the first one asked about."""
-
-    prefix = "rerank-"
-
-    def __init__(self, *args: Any, top_n: int, documents: Sequence[str] | None, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._top_n, self._documents = top_n, documents
-
-    def pieces(self) -> Iterator[bytes]:
-        ordered = sorted(enumerate(self.scores()), key=lambda each: -each[1])[: self._top_n or None]
-        results = (self._result(*each) for each in ordered)
-        head = {"id": self.id, "model": self.options.model, "usage": self.usage()}
-        return encode_object({**head, "results": encode_list(results)})
-
-    def _result(self, index: int, relevance: float) -> Json:
-        shown = {} if self._documents is None else {"document": {"text": self._documents[index]}}
-        return {"index": index, **shown, "relevance_score": relevance}
+def _base64(values: array[float]) -> str:
+    if sys.byteorder == "big":  # little-endian float32, as OpenAI's
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode("ascii")
