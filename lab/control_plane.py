@@ -1,6 +1,6 @@
 """``python -m lab control-plane``: what scheduling, cache and update cost, without a model.
 
-Steady decoding at a number of running requests (CPU µs a step, schedule and update apart), the match of a cached prefix
+Steady decoding at a number of running requests (CPU µs a step: schedule, update, telling 7 other ranks), the match of a cached prefix
 of 2,048 tokens, what passes until an offline batch's first step begins, and memory over many requests.
 
 What lives here: these four measurements. What may not: torch, any executor but the keyed-hash one.
@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import socket
+import subprocess
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 
@@ -19,10 +23,11 @@ from headrace.bench.arguments import count, natural, output
 from headrace.clock import RealClock
 from headrace.config import CacheConfig, SchedulerConfig
 from headrace.engine.core import EngineCore, create_scheduler
-from headrace.engine.executor import Executor, Ticket
+from headrace.engine.executor import Executor, ExecutorInfo, Ticket
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.engine.llm import LLM
 from headrace.observe.report import machine_facts, print_facts, table, write_json
+from headrace.parallel.frames import PlanPacker
 from headrace.portability import process_status
 from headrace.request import Request, SamplingParams, StepPlan
 from headrace.scheduler.events import AddRequest
@@ -33,6 +38,7 @@ PREFIX = 2048  # tokens
 MATCHES = 20  # of it
 BUDGETS = {64: 100.0, 256: 300.0}  # CPU µs a step, schedule and update together
 MATCH_BUDGET = 100.0  # µs
+RANKS, TOLD_BUDGET = 8, 50.0  # CPU µs a step of 256 rows
 ADMITTED = ("shared-prefix", "mixed")
 ADMISSION_BUDGET = {"shared-prefix": 20.0, "mixed": 35.0}  # ms
 
@@ -59,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
     print_facts(facts)
     print()
     steps = [steady_steps(rows, args.steps) for rows in args.rows]
-    columns = ("rows", "schedule µs", "update µs", "sum µs", "sum p99 µs", "budget µs")
+    columns = ("rows", "schedule µs", "update µs", "sum µs", "sum p99 µs", "budget µs", "told µs")
     print(table(columns, [[step[column] for column in columns] for step in steps]))
+    print(f"told: packed, and sent to {RANKS - 1} ranks (budget of 256 rows {TOLD_BUDGET:.0f} µs)")
     match = prefix_match_seconds() * 1e6
     print(f"\nprefix of {PREFIX:,} tokens matched in {match:.1f} µs (budget {MATCH_BUDGET:.0f})")
     admitted = [admission(select_rows([name])[0], args.batches) for name in ADMITTED]
@@ -88,7 +95,11 @@ def steady_steps(rows: int, steps: int) -> dict[str, Any]:
     left out."""
     length = 128 + steps + 64
     info = keyed_hash_info(max_num_seqs=rows, max_model_len=4096, num_blocks=rows * (length // 16 + 2))
-    executor = KeyedHashExecutor(info)
+    with _other_ranks(RANKS - 1) as others:
+        return _steady_steps(_Telling(info, others), rows, steps)
+
+
+def _steady_steps(executor: _Telling, rows: int, steps: int) -> dict[str, Any]:
     scheduler = create_scheduler(
         executor, SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=8192), CacheConfig(), frozenset(), b""
     )
@@ -108,7 +119,39 @@ def steady_steps(rows: int, steps: int) -> dict[str, Any]:
         "sum µs": median(sums) * 1e6,
         "sum p99 µs": sums[int(0.99 * (len(sums) - 1))] * 1e6,
         "budget µs": BUDGETS.get(rows),
+        "told µs": median(executor.told[-steps:]) * 1e6,
     }
+
+
+class _Telling(KeyedHashExecutor):
+    """It first tells other ranks of a step, as parallel/leader.py does."""
+
+    def __init__(self, info: ExecutorInfo, others: list[socket.socket]) -> None:
+        super().__init__(info)
+        self._packer, self._others = PlanPacker(), others
+        self.told: list[float] = []  # CPU seconds
+
+    def submit(self, plan: StepPlan) -> Any:
+        begin = time.thread_time()
+        message = self._packer.pack(plan)
+        for each in self._others:
+            each.sendall(message)
+        self.told.append(time.thread_time() - begin)
+        return super().submit(plan)
+
+
+@contextmanager
+def _other_ranks(count: int) -> Iterator[list[socket.socket]]:
+    """Processes that read what they are told."""
+    with ExitStack() as stack:
+        ours = []
+        for _ in range(count):
+            own, other = socket.socketpair()
+            with other:
+                reader = subprocess.Popen(["cat"], stdin=other.fileno(), stdout=subprocess.DEVNULL)
+            stack.callback(reader.wait)
+            ours.append(stack.enter_context(own))
+        yield ours
 
 
 def _turn(scheduler: Scheduler, executor: KeyedHashExecutor, events: list[Any]) -> tuple[float, float]:

@@ -13,16 +13,21 @@ told in rendezvous.py; a node's own process says Beat and Failed, and is told Cl
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields
+from operator import attrgetter
 
 from headrace.config import EngineConfig
 from headrace.engine.executor import DropAdapter, LoadAdapter, Sleep, Wake
-from headrace.processes.messages import Frame, pack
+from headrace.processes.messages import Frame, fields_frame, pack
 from headrace.request import StepPlan, StepResult
 
-_KEPT = ("rows", "counts", "sample_work", "sample_rows")  # of a plan: often the very arrays of the one before
+_NAMES = tuple(each.name for each in fields(StepPlan))
+_KEPT = tuple(
+    map(_NAMES.index, ("rows", "counts", "sample_work", "sample_rows"))
+)  # often the arrays of the plan before
 _NOTHING = array("i")
+_values = attrgetter(*_NAMES)
+Fields = fields_frame(StepPlan)
 
 
 class Hello(Frame):
@@ -84,7 +89,7 @@ class Submit(Frame):
     """``kept``: arrays of the plan that are those of the one before, and not sent again: a bit for each of
     ``_KEPT``."""
 
-    plan: StepPlan
+    plan: Fields  # type: ignore[valid-type]
     kept: int
 
 
@@ -180,24 +185,25 @@ class PlanPacker:
     """Plans into messages; those of equal rows have equal arrays, to look at which once is enough."""
 
     def __init__(self) -> None:
-        self._last = StepPlan(-1)
+        self._last = _values(StepPlan(-1))
 
     def pack(self, plan: StepPlan) -> bytes:
-        same = [getattr(plan, name) is getattr(self._last, name) for name in _KEPT]
-        self._last = plan
-        if any(same):
-            left_out: dict[str, Any] = {name: _NOTHING for name, is_same in zip(_KEPT, same, strict=True) if is_same}
-            plan = replace(plan, **left_out)
-        return pack(Submit(plan, sum(is_same << bit for bit, is_same in enumerate(same))))
+        last, self._last = self._last, _values(plan)
+        sent, kept = list(self._last), 0
+        for bit, at in enumerate(_KEPT):
+            if sent[at] is last[at]:
+                sent[at], kept = _NOTHING, kept | 1 << bit
+        return pack(Submit(Fields(*sent), kept))
 
 
 class PlanUnpacker:
     def __init__(self) -> None:
-        self._last = StepPlan(-1)
+        self._last = _values(StepPlan(-1))
 
     def unpack(self, message: Submit) -> StepPlan:
-        kept: dict[str, Any] = {
-            name: getattr(self._last, name) for bit, name in enumerate(_KEPT) if message.kept >> bit & 1
-        }
-        self._last = replace(message.plan, **kept) if kept else message.plan
-        return self._last
+        found = list(_values(message.plan))
+        for bit, at in enumerate(_KEPT):
+            if message.kept >> bit & 1:
+                found[at] = self._last[at]
+        self._last = tuple(found)
+        return StepPlan(*found)

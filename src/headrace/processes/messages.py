@@ -12,8 +12,9 @@ import itertools
 import socket
 from array import array
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import fields
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
@@ -34,6 +35,12 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_column_bytes)
 
 class Frame(msgspec.Struct, array_like=True, tag=True):
     """A message on a socket: positional fields, tagged by its class name."""
+
+
+def fields_frame(kind: type) -> Any:
+    """A part of frames with the fields of a dataclass, in their order, without their names."""
+    types = get_type_hints(kind)
+    return msgspec.defstruct(kind.__name__, [(each.name, types[each.name]) for each in fields(kind)], array_like=True)
 
 
 class Question(Frame):

@@ -328,9 +328,11 @@ def a_rank_keeps_what_has_changed(patch: Patch) -> None:
     """Arrays of a plan are not sent again where there are as many numbers in them as in the last one's."""
 
     def pack_less(self: frames.PlanPacker, plan: StepPlan) -> bytes:
-        last, self._last = self._last, plan
-        same = [len(getattr(plan, name)) == len(getattr(last, name)) for name in frames._KEPT]
-        return frames.pack(frames.Submit(plan, sum(is_same << bit for bit, is_same in enumerate(same))))
+        last, self._last = self._last, frames._values(plan)
+        same = [len(self._last[at]) == len(last[at]) for at in frames._KEPT]
+        return frames.pack(
+            frames.Submit(frames.Fields(*self._last), sum(is_same << bit for bit, is_same in enumerate(same)))
+        )
 
     patch.setattr(frames.PlanPacker, "pack", pack_less)
 
