@@ -13,6 +13,7 @@ from pathlib import Path
 from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError
 from headrace.flags import add_config_flags, add_model_argument, engine_config, server_config
+from headrace.observe.logs import tell_processes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,11 +41,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(engine: EngineConfig, server: ServerConfig, began: float) -> int:
+    """One engine's process imports what it needs while this one does."""
     from headrace import __version__
-    from headrace.engine.client import AsyncLLM
-    from headrace.server.run import run_server
+    from headrace.processes.child import EARLY, begin
 
-    return run_server(engine, server, __version__, lambda: AsyncLLM.start(engine), began=began)
+    begun = None
+    tell_processes(server.log_format)
+    if engine.device.executor == "model" and not _is_below(engine, server):
+        begun = begin("headrace.engine.process", words=(EARLY,))
+    try:
+        from headrace.engine.client import AsyncLLM
+        from headrace.server.run import run_server
+
+        return run_server(engine, server, __version__, lambda: AsyncLLM.start(engine, begun=begun), began=began)
+    finally:
+        if begun is not None:
+            begun.end()  # where it came to no start
+
+
+def _is_below(engine: EngineConfig, server: ServerConfig) -> bool:
+    """Whether there are several, or others start it."""
+    return engine.device.data_parallel_size > 1 or server.supervise or server.api_server_count > 1
 
 
 def _serve_models(args: argparse.Namespace, began: float) -> int:

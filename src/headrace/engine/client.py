@@ -41,6 +41,7 @@ from headrace.engine.tokenizer import Tokenizer, load_tokenizer
 from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, StepFailed, Unavailable
 from headrace.lora.registry import adapter_folder, adapter_names
 from headrace.models.source import ModelSource
+from headrace.processes.child import Begun
 from headrace.processes.messages import Question
 from headrace.request import Json, Request, RequestOutput, SamplingParams
 
@@ -189,11 +190,14 @@ class AsyncLLM:
         connection.listen(self._on_step, self._on_death)
 
     @classmethod
-    async def start(cls, config: EngineConfig | None = None, **keywords: Any) -> AsyncLLM:
+    async def start(
+        cls, config: EngineConfig | None = None, *, begun: Begun | None = None, **keywords: Any
+    ) -> AsyncLLM:
         """Returns when the engine can serve. Raises what the engine's start raised (ModelError, ConfigError,
         OutOfMemory …).
 
-        Without a config the ``keywords`` are those of ``LLM(...)``.
+        Without a config the ``keywords`` are those of ``LLM(...)``. ``begun``: the engine's process, if it was started
+        already.
 
         The tokenizer is loaded here while the process starts; a hub model is fetched once, before both.
         """
@@ -203,7 +207,7 @@ class AsyncLLM:
             raise ConfigError(f"a config and keywords ({', '.join(keywords)}) were given; put them into the config.")
         source = await asyncio.to_thread(find_source, config)
         defaults = default_params(source.generation_defaults)
-        connection = await launch_engine(config)
+        connection = await launch_engine(config, begun=begun)
         try:
             tokenizer = await _load_tokenizer(config, source)
             await connection.started()

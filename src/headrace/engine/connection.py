@@ -27,7 +27,7 @@ from headrace.config import EngineConfig
 from headrace.disagg.notes import Note, Sent, Taken, Want
 from headrace.engine.info import EngineInfo
 from headrace.errors import EngineDead, HeadraceError
-from headrace.processes.child import spawn
+from headrace.processes.child import Begun, begin
 from headrace.processes.messages import BadFrame, Channel, Frame, Question, Reply, pack
 from headrace.request import Json, Request, SequenceOutput, Singles, TokenOutputs, column_of
 
@@ -416,22 +416,22 @@ class JoinedEngine(EngineSocket):
 class EngineConnection(EngineSocket):
     """A launched engine process. ``await launch(config)`` makes one."""
 
-    def __init__(self, process: asyncio.subprocess.Process, door: socket.socket) -> None:
+    def __init__(self, begun: Begun) -> None:
         super().__init__()
-        self._process = process
-        self._door = door
+        self._process = begun.child
+        self._door = begun.door
         self._watch = asyncio.create_task(self._watch_process())
 
     @classmethod
-    async def launch(cls, config: EngineConfig, replica: int = 0, staging: int = -1) -> EngineConnection:
-        """Starts the process; it loads while the caller goes on. ``replica``, ``staging``: as Launch has them."""
-        (sock, theirs), (door, their_door) = socket.socketpair(), socket.socketpair()
-        with theirs, their_door:
-            inherited = (their_door.fileno(), *((staging,) if staging >= 0 else ()))
-            self = cls(await spawn("headrace.engine.process", theirs, *inherited), door)
-            launch = Launch(config, their_door.fileno(), replica, staging)
-        await self._channel.open(sock)
-        self._channel.send(launch)
+    async def launch(
+        cls, config: EngineConfig, replica: int = 0, staging: int = -1, begun: Begun | None = None
+    ) -> EngineConnection:
+        """Starts the process, unless it has ``begun``; it loads while the caller goes on. ``replica``, ``staging``: as
+        Launch has them."""
+        begun = begun or begin("headrace.engine.process", *((staging,) if staging >= 0 else ()))
+        self = cls(begun)
+        await self._channel.open(begun.sock)
+        self._channel.send(Launch(config, begun.their_door, replica, staging))
         return self
 
     @property

@@ -20,6 +20,7 @@ import time
 from array import array
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from headrace.engine import connection as frames
@@ -27,6 +28,7 @@ from headrace.engine.loop import EngineLoop, Link, Links, LoopState, ParentGone,
 from headrace.errors import HeadraceError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.portability import ignore_terminal
+from headrace.processes.child import EARLY
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import empty_free_lists, freeze_start, no_collections
 from headrace.processes.messages import BadFrame, pack, receive
@@ -63,6 +65,13 @@ def end_now(links: Links, why: str) -> None:
         links.send(pack(frames.Died(why)))
         links.finish(LAST_WORDS_SECONDS)
     os._exit(1)
+
+
+def _import_ahead() -> None:
+    """What is needed whatever the Launch says, while the parent imports what it needs to send one."""
+    load_ahead()
+    with no_collections():
+        import_module("headrace.engine.assembly")
 
 
 def _start(launch: frames.Launch, links: Links, state: LoopState) -> Engine | None:
@@ -143,9 +152,11 @@ def main() -> None:
     logging.getLogger("headrace").setLevel(os.environ.get("HEADRACE_LOG_LEVEL", "info").upper())
     try:
         sock, state = parent_socket(), LoopState()
+        end_with_parent()  # from here on nothing of ours is left behind
+        if EARLY in sys.argv:
+            _import_ahead()
         launch = receive(sock, frames.Launch)
         links = Links(Link(sock, frames.Command), socket.socket(fileno=launch.door))
-        end_with_parent()  # from here on nothing of ours is left behind
         threading.Thread(target=beat_forever, args=(links, state), daemon=True, name="pulse").start()
         engine = _start(launch, links, state)
         status = 1 if engine is None else _serve(engine, links, state)

@@ -32,6 +32,7 @@ from headrace.engine.info import EngineInfo
 from headrace.engine.routing import Router
 from headrace.errors import EngineDead
 from headrace.portability import shared_file
+from headrace.processes.child import Begun
 from headrace.processes.messages import Question, pack
 from headrace.request import FinishReason, Given, Json, Request, SequenceOutput
 
@@ -313,11 +314,13 @@ class Replicas:
             self._staging = -1
 
 
-async def launch_engine(config: EngineConfig, router: Router | None = None) -> EngineConnection | Replicas:
-    """Processes that load while the caller goes on; then ``await started()``."""
+async def launch_engine(
+    config: EngineConfig, router: Router | None = None, begun: Begun | None = None
+) -> EngineConnection | Replicas:
+    """Processes that load while the caller goes on; then ``await started()``. ``begun``: the process of an only one."""
     if config.device.data_parallel_size > 1:
         return await Replicas.launch(config, router)
-    return await EngineConnection.launch(config)
+    return await EngineConnection.launch(config, begun=begun)
 
 
 def told(change: Change) -> str:

@@ -182,6 +182,12 @@ def _places(trace: TracebackType | None) -> list[str]:
     ]
 
 
+def tell_processes(form: str) -> None:
+    """The form, and the level, to those that this one starts from now on."""
+    os.environ[FORMAT_VARIABLE] = form
+    os.environ["HEADRACE_LOG_LEVEL"] = logging.getLevelName(logging.getLogger("headrace").level).lower()
+
+
 def configure_child() -> None:
     """The same for a process that a server has started."""
     configure(os.environ.get(FORMAT_VARIABLE, "text"))

@@ -1,8 +1,7 @@
-"""A child process on an event loop: a module of this package, started by exec, with a socket to its parent as standard
-input.
+"""A child process: a module of this package, started by exec, with a socket to its parent as standard input.
 
-What lives here: starting one, what it inherits, the delays between restarts. What may not: what is said to it
-(messages.py).
+What lives here: starting one, what it inherits, waiting for it on an event loop, the delays between restarts. What may
+not: what is said to it (messages.py).
 """
 
 from __future__ import annotations
@@ -12,40 +11,93 @@ import os
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
-from socket import socket
+from socket import socket, socketpair
 
 import headrace
 
+EARLY = "early"  # the word to a child that its parent has much to do before it speaks
 FIRST_WAIT, LONGEST_WAIT = 0.25, 2.0  # seconds before another life; it doubles while lives are short
 SHORT_LIFE = 60.0  # seconds
 
 
-def start(module: str, sock: socket, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """As ``spawn``, for who has no event loop. ``more``: for its environment."""
+def start(
+    module: str, sock: socket, more: Mapping[str, str], inherited: Sequence[int] = (), words: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """In its own session: a Ctrl-C in the terminal is for the parent, which drains requests. Standard output is shared
+    with the parent. ``more``: for its environment; ``words``: its arguments."""
     return subprocess.Popen(
-        (sys.executable, "-P", "-m", module),
+        (sys.executable, "-P", "-m", module, *words),  # -P: the working directory is no place to import from
         stdin=sock.fileno(),
         stdout=2,
         env={**environment(), **more},
         start_new_session=True,
-    )
-
-
-async def spawn(module: str, sock: socket, *inherited: int) -> asyncio.subprocess.Process:
-    """Starts it in its own session: a Ctrl-C in the terminal is for the parent, which drains requests. Standard output
-    is shared with the parent."""
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", module),  # -P: the working directory is no place to import from
-        stdin=sock.fileno(),
-        stdout=2,
-        env=environment(),
-        start_new_session=True,
         pass_fds=inherited,
     )
+
+
+class Child:
+    """A process that was started, for an event loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def returncode(self) -> int | None:
+        """Negative: the signal that ended it. None: it has not ended."""
+        return self._process.poll()
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    async def wait(self) -> int:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def watch() -> None:
+            self._process.wait()
+            with suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=watch, name="headrace-child", daemon=True).start()
+        await ended.wait()
+        return self._process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A child that was started with two sockets: ``sock`` to its standard input, ``door`` to its descriptor
+    ``their_door``."""
+
+    child: Child
+    sock: socket
+    door: socket
+    their_door: int
+
+    def end(self) -> None:
+        """Nothing is left of it."""
+        self.child.end()
+        self.sock.close()
+        self.door.close()
+
+
+def begin(module: str, *inherited: int, words: Sequence[str] = ()) -> Begun:
+    (sock, theirs), (door, their_door) = socketpair(), socketpair()
+    with theirs, their_door:
+        process = start(module, theirs, {}, (their_door.fileno(), *inherited), words)
+        return Begun(Child(process), sock, door, their_door.fileno())
 
 
 def environment() -> dict[str, str]:

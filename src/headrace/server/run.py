@@ -92,8 +92,7 @@ def _begun(engine_config: EngineConfig, config: ServerConfig, version: str, bega
     guard = Guard(config)
     create_context(config)  # files that cannot be used are found out before anything starts
     check_operators(config)
-    os.environ[logs.FORMAT_VARIABLE] = config.log_format  # the other processes inherit it, and the level
-    os.environ["HEADRACE_LOG_LEVEL"] = logging.getLevelName(logging.getLogger("headrace").level).lower()
+    logs.tell_processes(config.log_format)
     logs.configure(config.log_format)
     sock = bind(config)
     try:

@@ -31,7 +31,7 @@ from headrace.engine.resolve import find_source
 from headrace.engine.routing import memory_size
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.portability import shared_file
-from headrace.processes.child import RestartBackoff, spawn
+from headrace.processes.child import Child, RestartBackoff, start
 from headrace.processes.messages import Channel
 from headrace.server.app import ROUTES
 from headrace.server.exposition import Counters, ServerMetrics, Watch
@@ -59,7 +59,7 @@ class FrontEnd:
 
     number: int
     serial: int
-    process: asyncio.subprocess.Process
+    process: Child
     door: socket.socket
     watch: Watch
     channel: Channel = field(init=False)
@@ -264,7 +264,7 @@ class FrontEnds:
         with theirs, their_door:
             launch = structs.replace(self._launch, number=number, serial=serial, door=their_door.fileno())
             inherited = [fd for fd in (launch.listener, launch.counters, launch.routing, launch.door) if fd >= 0]
-            process = await spawn("headrace.server.frontends.child", theirs, *inherited)
+            process = Child(start("headrace.server.frontends.child", theirs, {}, inherited))
         front = FrontEnd(number, serial, process, door, Watch(page, round(FRONT_HANG_SECONDS / WATCH_SECONDS)))
         heard, respond = partial(self._heard, front), partial(self._respond, front)
         front.channel = Channel(link.FromFront, heard, lambda: None, respond)
