@@ -120,6 +120,11 @@ class Drawing(Proposer):
         return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
 
 
+def _ends(starts: Ints, counts: Ints) -> Ints:  # [Σ counts]
+    """Where each token of chunks ends: the keys that it sees."""
+    return np.repeat(starts, counts) + within(counts) + 1
+
+
 def chunk_plan(rows: Ints, starts: Ints, counts: Ints) -> StepPlan:
     """Chunks of which the last token is read."""
     columns = [array("i", column.astype(np.int32).tobytes()) for column in (rows, starts, counts)]
@@ -171,7 +176,7 @@ class DraftModel(Drawing):
         true = np.where(long, starts, computed) if self._told else starts
         begin = np.where(computed == _UNKNOWN, starts, np.minimum(computed, true))
         self._computed[rows] = begin
-        longer = np.flatnonzero(long & self._may_draft(rows))
+        longer = np.flatnonzero(long & self._may_draft(rows)) if long.any() else ()
         if len(longer) and compute:
             ends = (starts + counts)[longer]
             self._hidden(rows[longer], begin[longer], ends - begin[longer])
@@ -183,9 +188,16 @@ class DraftModel(Drawing):
         counts = np.where(self._may_draft(rows), most, 0).astype(np.int32)
         begun = lengths if ready is None else (lengths + np.minimum(ready, counts)).astype(np.int32)
         left = lengths + counts - begun
-        if live := np.flatnonzero(left).tolist():
+        live, told = np.flatnonzero(left), None
+        if len(live) == len(rows):
+            told = self._draw_drafts(rows, begun, left)
+        elif len(live):
             self._draw_drafts(rows[live], begun[live], left[live])
-        return Proposal(counts, self._drafted(rows, lengths, int(counts.max())), stand=True)
+        return Proposal(
+            counts,
+            told if told is not None and ready is None else self._drafted(rows, lengths, int(counts.max())),
+            stand=True,
+        )
 
     def correct(self, rows: Ints, true: Ints) -> None:
         """Of each row no more than so many tokens are what it took them for."""
@@ -212,16 +224,50 @@ class DraftModel(Drawing):
                 self._hidden(np.array([row], dtype=np.int32), begin.copy(), np.array([most], dtype=np.int32))
                 self._computed[row] += most
 
-    def _draw_drafts(self, rows: Ints, lengths: Ints, most: Ints) -> None:
+    def _draw_drafts(self, rows: Ints, lengths: Ints, most: Ints) -> Callable[[], Ints] | None:
+        """Returns where they will be on the host, if graphs bring them there."""
         # what was drafted beyond was refuted, or is sampled anew
         starts: Ints = np.minimum(self._computed[rows], lengths - 1)
-        at_once = np.zeros(len(rows), dtype=bool)
-        if self._decoder.draft_tokens is not None:
-            at_once = (self._rows.traits[rows] & ~_DRAWN) == 0
-            self._draw_all(rows[at_once], starts[at_once], lengths[at_once], most[at_once])
+        self._computed[rows] = lengths + most - 1
+        if self._decoder.draft_tokens is None:
+            how = self._graphed(rows)
+            if how is None or (most != most[0]).any():
+                self._draw_by_pass(rows, starts, lengths, most)
+                return None
+            return self._replay_passes(rows, starts, lengths, int(most[0]), how)
+        at_once = (self._rows.traits[rows] & ~_DRAWN) == 0
+        self._draw_all(rows[at_once], starts[at_once], lengths[at_once], most[at_once])
         if not at_once.all():
             self._draw_by_pass(rows[~at_once], starts[~at_once], lengths[~at_once], most[~at_once])
-        self._computed[rows] = lengths + most - 1
+        return None
+
+    def _replay_passes(
+        self, rows: Ints, starts: Ints, lengths: Ints, most: int, how: Draw
+    ) -> Callable[[], Ints] | None:
+        """As many tokens of each row, by graphs alone: what they deliver needs no copy."""
+        graphs, count, counts = self._graphs, len(rows), lengths - starts
+        assert graphs is not None
+        answers, last = list[Ints](), np.arange(count)
+        if (behind := int(counts.sum()) - count) and graphs.draws(behind + count):
+            last = np.cumsum(counts) - 1
+            answers.append(self._caught_up(graphs, np.repeat(rows, counts), _ends(starts, counts), last, how))
+        elif behind:
+            graphs.draw_from(self._hidden(rows, starts, counts), rows, lengths, how)
+        for depth in range(behind > 0, most):
+            bucket = graphs.write(rows, lengths + depth, shared_tokens=0)
+            graphs.compute(bucket, how)
+            answers.append(graphs.draw(bucket, count, how))
+        if len(answers) < most:
+            return None
+        return lambda: np.stack([answers[0][last, 0], *(each[:, 0] for each in answers[1:])], axis=1)
+
+    def _caught_up(self, graphs: DecodeGraphs, rows: Ints, contexts: Ints, last: NDArray[np.int64], how: Draw) -> Ints:
+        """A pass over several tokens of a row, and the token behind each row's last; those behind others are stored
+        nowhere."""
+        hidden = graphs.hidden(graphs.write(rows, contexts, shared_tokens=0, chained=True), len(rows))
+        places = np.zeros_like(contexts)
+        places[last] = contexts[last]
+        return graphs.draw_from(hidden, rows, places, how)
 
     def _draw_all(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
         """All passes in one call, of rows whose logits nothing edits. Filters are left out: what they would forbid is
@@ -247,7 +293,7 @@ class DraftModel(Drawing):
 
     def _hidden(self, rows: Ints, starts: Ints, counts: Ints) -> Tensor:  # [rows, hidden]
         """Of each chunk's last token."""
-        contexts, chained = np.repeat(starts, counts) + within(counts) + 1, bool((counts > 1).any())
+        contexts, chained = _ends(starts, counts), bool((counts > 1).any())
         hidden = self._replayed(np.repeat(rows, counts), contexts, shared_tokens=0, chained=chained)
         if hidden is not None:
             last = np.cumsum(counts, dtype=np.int32) - 1

@@ -329,7 +329,8 @@ class DecodeGraphs:
         assert bucket is not None, f"no graph serves {len(rows)} rows"
         found = self._captured[bucket]
         self._write(bucket, rows, positions - self._recorder.ahead)[_COUNT, 0] = 0
-        found.hidden[: len(rows)].copy_(hidden)
+        if hidden.data_ptr() != found.hidden.data_ptr():
+            found.hidden[: len(rows)].copy_(hidden)
         self._fetch(self._mailbox.inward, self._mailbox.turn, self._columns(bucket), self._rows.tables[0])
         self._mailbox.queued()
         found.draws[how].replay()

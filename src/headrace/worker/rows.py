@@ -479,7 +479,11 @@ def pack(plan: StepPlan, *, padded: bool, prune: bool = False, first: bool = Fal
     packing = _pack(plan, padded)
     if not prune or plan.prompt_logprobs or len(packing.chunk) == len(plan.rows):
         return packing
-    wanted = np.unique(packing.begun(plan) if first else packing.sampled(plan))
+    wanted = packing.begun(plan) if first else packing.sampled(plan)
+    if (wanted[1:] <= wanted[:-1]).any():  # seldom; sorting them takes longer than all else here
+        wanted = np.unique(wanted)
+    if len(wanted) == len(packing.chunk):
+        return packing
     # kernels take no empty tensors
     return replace(packing, wanted=wanted if len(wanted) else np.zeros(1, dtype=np.int32))
 

@@ -17,7 +17,7 @@ not: proposing (speculative/), growing trees (draft_tree.py), sampling, deciding
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,19 +40,25 @@ Logprobs = Mapping[int, tuple[TokenLogprobs, ...]]
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """``counts``: of each row. ``tokens``: those; or, of a device that has a queue, where they will be on the host when
-    the step that verifies them has ended, [rows, at least the largest count] int32. ``stand``: they have been written
-    into the rows. ``trees``: how each row's stand; None: one after another. ``ahead``: of them, and of what was drawn
-    for nothing, where drafts are drawn while others are verified."""
+    the step that verifies them has ended, or who looks for them there, [rows, at least the largest count] int32.
+    ``stand``: they have been written into the rows. ``trees``: how each row's stand; None: one after another. ``ahead``:
+    of them, and of what was drawn for nothing, where drafts are drawn while others are verified."""
 
     counts: Ints
-    tokens: list[list[int]] | Tensor
+    tokens: list[list[int]] | Tensor | Callable[[], Ints]
     stand: bool = False
     trees: Sequence[Tree | None] = ()
     ahead: DraftsAhead | None = None
 
     def lists(self) -> list[list[int]]:
-        found = self.tokens.tolist() if isinstance(self.tokens, Tensor) else self.tokens
+        found = self.tokens if isinstance(self.tokens, list) else self.table().tolist()
         return [tokens[:count] for tokens, count in zip(found, self.counts.tolist(), strict=True)]
+
+    def table(self) -> Ints:
+        """Where there are as many for each row, or they come from a device."""
+        if isinstance(self.tokens, list):
+            return np.array(self.lists(), dtype=np.int32)
+        return self.tokens.numpy() if isinstance(self.tokens, Tensor) else self.tokens()
 
 
 class Proposer:
@@ -60,7 +66,9 @@ class Proposer:
     ``propose``: at most ``most[i]`` tokens after the ``lengths[i]`` that row ``rows[i]`` has. ``took``: a row of so many
     tokens has got these in a step with drafts. ``left``: a row's sequence has ended, or begins anew. ``settles``: the
     step before, as it was computed, is over, and nothing of the next, ``coming``, has been done; rows have ``lengths``
-    tokens. ``forget``: all rows are gone."""
+    tokens. ``forget``: all rows are gone. ``remembers``: ``took`` does something."""
+
+    remembers = False
 
     def begins(self, plan: StepPlan) -> None:
         """Nothing."""
@@ -84,6 +92,8 @@ class Proposer:
 class LookupProposer(Proposer):
     """Looks up what rows hold. The host has a copy of them: of the device it asks only for what steps without drafts
     have sampled."""
+
+    remembers = True
 
     def __init__(self, rows: Rows, lookup: Lookup) -> None:
         self._rows = rows
@@ -211,22 +221,16 @@ class Speculator:
         known = replace(plan, starts=as_array(starts), counts=as_array(counts), drafts=array("i"))
         self._proposer.begins(known)
         which = np.flatnonzero(most)
-        lengths = self._lengths[rows[which]]
-        proposal = (
-            self._proposer.propose(rows[which], lengths, most[which])
-            if len(which)
-            else Proposal(most[which], [], stand=True)
-        )
+        theirs, most = rows[which], most[which]
+        lengths = self._lengths[theirs]
+        proposal = self._proposer.propose(theirs, lengths, most) if len(which) else Proposal(most, [], stand=True)
         if not proposal.stand:
-            self._write(rows[which], lengths, proposal)
-        drafts = np.zeros_like(most)
-        drafts[which] = proposal.counts
+            self._write(theirs, lengths, proposal)
+        drafts, places = np.zeros_like(counts), np.full(len(counts), -1, dtype=np.int32)
+        drafts[which], places[which] = proposal.counts, np.arange(len(which), dtype=np.int32)
         exact = with_samples(known, work, drafts, counts=as_array(counts + drafts), drafts=as_array(drafts))
-        places = np.full(len(most), -1, dtype=np.int32)
-        places[which] = np.arange(len(which), dtype=np.int32)
         trees = {work: tree for work, tree in zip(which.tolist(), proposal.trees, strict=False) if tree is not None}
-        which_of = places[work].tolist()
-        return exact, Drafts(proposal, which_of, list(plan.sample_rows), trees)
+        return exact, Drafts(proposal, places[work].tolist(), list(plan.sample_rows), trees)
 
     def _write(self, rows: Ints, lengths: Ints, proposal: Proposal) -> None:
         """Drafts stand in their rows while they are verified."""
@@ -269,8 +273,8 @@ class Speculator:
     ) -> tuple[Tokens, Logprobs, Mapping[int, str]]:
         """From samples at every place to the tokens that each row gets, with what goes with them. A sample after a
         right draft that is not usable is none: the next step finds that out again, as its first."""
-        if self._alike and isinstance(tokens, Singles) and len(set(drafts.counts)) == 1 and not drafts.trees:
-            return self._end_alike(drafts, tokens.column), {}, {}
+        if self._alike and isinstance(tokens, Singles) and len(each := set(drafts.counts)) == 1 and not drafts.trees:
+            return self._end_alike(drafts, each.pop(), tokens.column), {}, {}
         taken: list[tuple[int, ...]] = []
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         failed: dict[int, str] = {}
@@ -302,19 +306,16 @@ class Speculator:
             keep_branches(self._rows, self._kv_caches, branches, self._kv)
         return taken, scores, failed
 
-    def _end_alike(self, drafts: Drafts, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    def _end_alike(self, drafts: Drafts, count: int, tokens: Sequence[int]) -> list[tuple[int, ...]]:
         """Of rows with as many drafts each, where nothing but tokens was asked for."""
-        rows, count = np.array(drafts.rows), drafts.counts[0]
+        rows = np.array(drafts.rows)
         samples = np.array(tokens, dtype=np.int32).reshape(len(rows), count + 1)
-        held = drafts.proposal.tokens
-        if isinstance(held, Tensor):
-            proposed = held.numpy()[drafts.which, :count]
-        else:
-            proposed = np.array(drafts.lists(), dtype=np.int32).reshape(len(rows), count)
+        proposed = drafts.proposal.table()[drafts.which, :count] if count else samples[:, :0]
         ends = (count_accepted(proposed, samples) + 1).tolist()
         taken = [tuple(each[:end]) for each, end in zip(samples.tolist(), ends, strict=True)]
-        for row, length, mine in zip(drafts.rows, self._lengths[rows].tolist(), taken, strict=True):
-            self._proposer.took(row, length, mine)
+        if self._proposer.remembers:
+            for row, length, mine in zip(drafts.rows, self._lengths[rows].tolist(), taken, strict=True):
+                self._proposer.took(row, length, mine)
         self._lengths[rows] += ends
         return taken
 
@@ -341,7 +342,7 @@ def with_samples(plan: StepPlan, work: Ints, each_drafts: Ints, **changes: Any) 
 
 
 def as_array(values: Ints) -> array[int]:
-    return array("i", values.astype(np.int32).tobytes())
+    return array("i", np.asarray(values, dtype=np.int32).tobytes())
 
 
 @dataclass(frozen=True, slots=True)
