@@ -13,22 +13,14 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.linear.packing import Coding
+from headrace.kernels.rows.reference import plainly_empty as plainly_empty
+from headrace.kernels.rows.reference import rows_of as rows_of
 from headrace.spec import DecoderSpec, KVFormat
 
 # memory for a result; its first dimension counts rows of the step
 Empty = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32,)
-
-
-def plainly_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """[..., H] as [rows, H] with a contiguous last dimension; a view where possible."""
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 @dataclass(frozen=True, slots=True)

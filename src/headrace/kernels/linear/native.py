@@ -64,7 +64,7 @@ def create_linear(native: Native, site: CallSite[WeightFacts]) -> Any:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
 
         def linear(x: Tensor) -> Tensor:
-            if not site.invariant and x.numel() > few * x.shape[-1]:
+            if not product.invariant and x.numel() > few * x.shape[-1]:
                 return many_rows(x, weight, bias)
             return product(x, weight, bias)
 

@@ -2,7 +2,7 @@
 the host has written for a step, of gathering its inputs from rows, and of writing picked tokens into them and for the
 host.
 
-What lives here: those four. What may not: what a row is (worker/rows.py), which rows take part, picking.
+What lives here: those four, and rows as kernels take and give them. What may not: what a row is (worker/rows.py), which rows take part, picking.
 """
 
 from __future__ import annotations
@@ -10,6 +10,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def plainly_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., H] as [rows, H] with a contiguous last dimension; a view where possible."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def write_rows(
