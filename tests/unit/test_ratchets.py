@@ -28,7 +28,7 @@ BUDGETS = {  # code lines that a room is to come down to
 }  # fmt: skip
 # What the code calls a technique, as a pattern, where that is not its name in the register.
 STEMS = {
-    "fast_forward": "forced?_tokens", "cuda_graphs": r"graphs?\b", "compressed_weights": "compressed",
+    "fast_forward": "forced?_tokens", "cuda_graphs": r"graphs?\b", "compressed_weights": "compressed(?!-tensors|_tensors| bodies|\"|-)",
     "flat_gemm": "flat_(forms|linear|measured)|triton_flat",
     "tuned_products": "tuned", "gated_products": "gated_linear|GatedLinear|gated_measured", "early_weights": "ring_forms|cuda_ring|RingLinear",
     "deep_fusion": "(?-i:Around)", "persistent_decode": "persistent|decode_step", "fused_rope_attention": "rope_attention",

@@ -2,7 +2,7 @@
 
 Every operator of a step has bytes to move and FLOPs to compute. Its floor is max(bytes / bandwidth, FLOPs / rate). The
 step's floor is the sum over its operators; the overlapped floor, max(Σ bytes / bandwidth, Σ FLOPs / rate), is what
-perfect overlap between operators of different kinds could reach. Weights are read once per step, and each sequence's
+operators of different kinds, all at once, could reach. Weights are read once per step, and each sequence's
 keys and values once. Activations between operators are not part of the floor (fusing can keep them on the chip).
 
 And how fast recent steps were on this device, and what the scheduler is told of that, along with the time.

@@ -60,7 +60,7 @@ class KeyedHashExecutor:
 
     Each KV slot holds the hash chain up to its token, computed from the slot before it; so a wrong table, a missing
     copy or a block given away too early changes tokens, as it would with real keys and values. ``device_time``: seconds
-    a step takes on the (one) device, so that overlap shows. ``acceptance``: how likely a draft is right that it
+    a step takes on the (one) device, so that steps in flight show. ``acceptance``: how likely a draft is right that it
     proposes, where a plan asks for some (by a hash of the context, too).
     """
 

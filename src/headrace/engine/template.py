@@ -400,7 +400,7 @@ class Boundaries:
         parts, at = [], 0
         while (found := self._find(text, at)) is not None:
             parts += [text[at : found + 1], MARK]
-            at = found + 1  # the next may overlap
+            at = found + 1  # the next may begin within this one
         return "".join([*parts, text[at:]]) if parts else text
 
     def _find(self, text: str, at: int) -> int | None:

@@ -281,8 +281,8 @@ class Candidate(Generic[F]):
 
     ``techniques``: it is never chosen while one of them is not in use. ``least``: the compute capability of a GPU that
     it needs; with ``alone`` it serves that one only. ``refuses``: what it does not serve, found without looking at the
-    device. ``varies``: the bits of a row depend on the other rows. ``reads``: a call looks at a GPU, which no CUDA
-    graph can hold. ``optional``: where it declines, what stands behind it is as good or the twin serves: that is no
+    device. ``varies``: the bits of a row depend on the other rows. ``reads``: a call looks at a GPU, which no
+    capture can hold. ``optional``: where it declines, what stands behind it is as good or the twin serves: that is no
     fallback, and ``--strict-kernels`` does not mind. ``failure``: the reason, if an exception out of a call means that
     its kernel cannot be built or loaded on this device (and nothing was computed); None for every other exception.
     Without it every exception is the caller's. ``rehearse``: calls over small inputs, independent of each other, that

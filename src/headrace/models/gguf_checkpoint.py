@@ -103,7 +103,7 @@ class GGUFCheckpoint:
             self._check_gapless(path, size)
 
     def _check_gapless(self, path: Path, size: int) -> None:
-        """Tensors do not overlap, and there is nothing but padding between and after them."""
+        """Tensors are disjoint, and there is nothing but padding between and after them."""
         placed = sorted(
             (tensor.start, tensor.start + _num_bytes(tensor), name)
             for name, tensor in self._tensors.items()

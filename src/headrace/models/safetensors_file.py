@@ -105,7 +105,7 @@ def _entries(file: Path, header: dict[str, Any], base: int, size: int) -> dict[s
 
 
 def _check_gapless(file: Path, entries: Mapping[str, TensorEntry], base: int, size: int) -> None:
-    """As the format requires: tensors are contiguous, do not overlap, and there is nothing else in the file."""
+    """As the format requires: tensors are contiguous and disjoint, and there is nothing else in the file."""
     at = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != at:

@@ -170,7 +170,7 @@ class Communicator:
         return int(self.all_reduce(torch.tensor([value], device=self._device), _MIN))
 
     def abort(self) -> None:
-        """What waits goes on with nonsense; what is called from now on is an error. Returns once no graph holds on to
+        """What waits goes on with nonsense; what is called from now on is an error. Returns once no capture holds on to
         it."""
         free = self._calls.acquire(timeout=_CALL_SECONDS)
         comm, self._comm = self._comm, None
