@@ -302,10 +302,11 @@ class DecodeGraphs:
             return self._compute_first(bucket, found, self._kind)
         graph = self._graph_of(found)
         self._drawn_already = found.greedy is not None and how is Draw.GREEDY and graph is found.forward
+        graph = found.greedy if self._drawn_already else graph
         if graph is None:
             found.hidden.copy_(self._hidden(bucket, self._max_model_len, kind=self._kind))
         else:
-            (found.greedy if found.greedy is not None and self._drawn_already else graph).replay()
+            graph.replay()
         self._mailbox.queued()
 
     def _compute_first(self, bucket: int, found: _Bucket, kind: Kind) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from operator import eq
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +28,10 @@ from headrace.request import Singles, StepPlan, StepResult, TokenLogprobs, Token
 from headrace.worker.passes import ForwardPasses, Pass, Whole
 from headrace.worker.rows import Edits, Ints, Packing, ints, places_on, ship_all
 from headrace.worker.sampler import RowMasks, SampleBatch, Sampler, Samples, Scores
-from headrace.worker.speculator import Drafts, Speculator
+from headrace.worker.speculator import Drafts, Logprobs, Speculator, Tokens
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
+Read = tuple[Tokens, Logprobs, Mapping[int, str]]  # of samples, and what was wrong with logits
 
 _NO_MASKS = TokenMasks()
 _MOST_IN_FLIGHT = 24  # steps whose events are looked at: more than there ever are, and the one before them
@@ -82,8 +84,7 @@ class _Awaited:
     drafts: Drafts | None
 
 
-@dataclass(frozen=True, slots=True)
-class StepSeconds:
+class StepSeconds(NamedTuple):
     device: float  # from the step's first event to its last, without its pause
     idle: float  # from the last event of the step before to this one's first (0 for the first step), and its pause
     lent: float  # CPU seconds this thread spun until the step was done
@@ -358,41 +359,31 @@ class ModelRunner:
 
     def _read(self, step: Step) -> StepResult:
         taken = None if step.events is None else self._device_clock.wait(*step.events, step.pause)
-        tokens, logprobs, errors = _read_samples(step.samples)
+        tokens, scores, errors = _read_samples(step.samples)
         pooled: Mapping[int, bytes] = {}
         if step.pooled is not None:
             tokens, pooled, errors = _read_pooled(step.pooled)
-        scores: Mapping[int, tuple[TokenLogprobs, ...]] = logprobs
-        wrong: Mapping[int, str] = errors
         drafted: Sequence[int] = ()
         ahead = None if step.drafts is None else step.drafts.proposal.ahead
         if step.drafts is not None and self.decoder.answers:
             drafted = step.drafts.counts
-            tokens, scores, wrong = self._accept(step.plan, step.drafts, tokens, logprobs, errors)
-        found = step.plan.step_id, tokens, scores, _read_prompt(step) if step.plan.prompt_logprobs else {}, wrong
+            tokens, scores, errors = self._accept(step.plan, step.drafts, tokens, scores, errors)
         if taken is None:  # a device without a clock of its own
-            seconds = self._clock.now() - step.started
-            return StepResult(*found, device_seconds=seconds, drafted=drafted, ahead=ahead, pooled=pooled)
-        clock = taken.device, taken.idle
-        return StepResult(
-            *found,
-            *clock,
-            step.graph_tokens,
-            step.recorded,
-            drafted=drafted,
-            ahead=ahead,
-            lent_seconds=taken.lent,
-            pooled=pooled,
-        )
+            device, idle, lent = self._clock.now() - step.started, None, 0.0
+        else:
+            device, idle, lent = taken
+        prompt = _read_prompt(step) if step.plan.prompt_logprobs else {}
+        found = step.plan.step_id, tokens, scores, prompt, errors, device, idle, step.graph_tokens, step.recorded
+        return StepResult(*found, lent, drafted, ahead, pooled)
 
     def _accept(
         self,
         plan: StepPlan,
         drafts: Drafts,
-        tokens: Sequence[tuple[int, ...]],
-        logprobs: Mapping[int, tuple[TokenLogprobs, ...]],
+        tokens: Tokens,
+        logprobs: Logprobs,
         errors: Mapping[int, str],
-    ) -> tuple[Sequence[tuple[int, ...]], Mapping[int, tuple[TokenLogprobs, ...]], Mapping[int, str]]:
+    ) -> Read:
         """What rows get of their samples, as Speculator.end has it; it is counted."""
         assert self._speculator is not None
         taken, scores, wrong = self._speculator.end(plan, drafts, tokens, logprobs, errors)
@@ -493,9 +484,7 @@ def _table(samples: Samples) -> Ints:  # [samples, 2]
     return samples.picked.cpu().numpy() if isinstance(samples.picked, Tensor) else samples.picked
 
 
-def _read_samples(
-    pieces: Sequence[Samples],
-) -> tuple[Sequence[tuple[int, ...]], dict[int, tuple[TokenLogprobs, ...]], dict[int, str]]:
+def _read_samples(pieces: Sequence[Samples]) -> Read:
     """Tokens, logprobs and what was wrong with logits, by sample."""
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     errors: dict[int, str] = {}
@@ -516,7 +505,7 @@ def _read_samples(
     return tokens, logprobs, errors
 
 
-def _read_pooled(pooled: Tensor) -> tuple[Sequence[tuple[int, ...]], dict[int, bytes], dict[int, str]]:
+def _read_pooled(pooled: Tensor) -> tuple[Tokens, Mapping[int, bytes], Mapping[int, str]]:
     """A token that means nothing for each, values, and what was wrong with them."""
     values = pooled.cpu().numpy()
     usable = np.isfinite(values).all(axis=1)

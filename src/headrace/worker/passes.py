@@ -39,24 +39,22 @@ _NO_EDITS: Edits = ((), (), ())
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A step that graphs take as a whole: its plan's arrays, its rows once more as they are written, how its tokens are
+    """A step that graphs take as a whole: its plan, its rows once more as they are written, how its tokens are
     drawn."""
 
-    rows: array[int]
-    counts: array[int]
-    sample_work: array[int]
-    sample_rows: array[int]
+    plan: StepPlan
     on_host: Ints  # [rows]
     how: Draw
     adapted: bool  # some have adapters
 
     def is_of(self, plan: StepPlan) -> bool:
         """By identity: arrays of plans do not change."""
+        mine = self.plan
         return (
-            plan.rows is self.rows
-            and plan.counts is self.counts
-            and plan.sample_work is self.sample_work
-            and plan.sample_rows is self.sample_rows
+            plan.rows is mine.rows
+            and plan.counts is mine.counts
+            and plan.sample_work is mine.sample_work
+            and plan.sample_rows is mine.sample_rows
         )
 
 
@@ -176,21 +174,16 @@ class ForwardPasses:
         count, graphs = len(plan.rows), self.graphs
         if graphs is None or not count or plan.counts.count(1) != count or not graphs.draws(count):
             return None
+        if plan.drafts or plan.prompt_logprobs or plan.sample_rows != plan.rows:
+            return None
         adapted = self._slots(plan.rows) is not None
         if adapted and (self._head_adapted or not graphs.adapts(count)):
             return None  # the head that graphs draw with is the model's own
-        if (
-            plan.drafts
-            or plan.prompt_logprobs
-            or plan.sample_rows != plan.rows
-            or plan.sample_work != self._every[:count]
-        ):
+        if plan.sample_work != self._every[:count]:
             return None
         rows = ints(plan.rows)
         how = draw_of(self.rows.traits[rows])
-        if how is None:
-            return None
-        return Whole(plan.rows, plan.counts, plan.sample_work, plan.sample_rows, rows, how, adapted)
+        return None if how is None else Whole(plan, rows, how, adapted)
 
     def _as_rows(self, plan: StepPlan, packing: Packing, *, adapted: bool) -> Pass | None:
         """Steps that verify drafts are drawn from by the graph, too, where plain draws are all that rows ask for."""

@@ -446,7 +446,6 @@ class Worker:
             most_rows = buckets_up_to(setup.most_verified)[-1]
             entry = torch.zeros((most_rows, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
         recorder = Recorder(self._decoder, self._kernels, rows, kv_caches, entry=entry)
-        lengths = {"max_num_seqs": setup.most_rows, "max_model_len": max_model_len}
         most: dict[str, Any] = {
             "max_num_seqs": setup.most_verified,
             "max_model_len": max_model_len,
@@ -459,7 +458,8 @@ class Worker:
             return Graphs(decode, None, draft)
         token_bytes = sum(each[0].nbytes / size for each, size in zip(kv_caches, rows.block_sizes, strict=True))
         bounds = Bounds(
-            **lengths,
+            max_num_seqs=setup.most_rows,
+            max_model_len=max_model_len,
             tokens_a_step=setup.tokens_a_step,
             products=multiplications(setup.spec),
             key_bytes=token_bytes / setup.spec.num_layers,
