@@ -42,20 +42,18 @@ def test_tokens_are_those_without_drafts(judge: Judge, mode: str) -> None:
 
 
 def test_no_bit_changes_where_steps_are_invariant() -> None:
-    """Nor where a draft model's weights are rounded while they are read."""
-    rounded = [{**OWN, "quantization": each} for each in ("fp8", "compressed-tensors")]
     answers = []
-    for config in (None, OWN, NGRAM, *rounded):
-        how = {"dtype": "bfloat16", "batch_invariant": True, "strict_kernels": config not in rounded}
-        with LLM(**{**STRICT, **how, "speculative_config": config}) as llm:
+    for config in (None, OWN, NGRAM):
+        with LLM(**{**STRICT, "dtype": "bfloat16", "batch_invariant": True, "speculative_config": config}) as llm:
             found = [each for asked in ASKED for each in ask(llm, asked)]
             answers.append([(list(out.token_ids), out.logprobs) for each in found for out in each.outputs])
-            assert config not in rounded or right(llm) > 0.3
     assert all(each == answers[0] for each in answers)
 
 
-def test_a_draft_of_the_same_weights_in_bfloat16_isright(judge: Judge) -> None:
-    """The megakernel drafts, layer by layer it is verified."""
-    with LLM(**{**STRICT, "dtype": "bfloat16", "max_num_seqs": 2, "speculative_config": OWN}) as llm:
+@pytest.mark.parametrize(("quantization", "least"), [("none", 0.8), ("fp8", 0.6), ("compressed-tensors", 0.3)])
+def test_a_draft_of_the_same_weights_in_bfloat16_is_right(quantization: str, least: float) -> None:
+    """The megakernel drafts, layer by layer it is verified; rounded while they are read, layers draft, too."""
+    drafts = {**OWN, "quantization": quantization}
+    with LLM(**{**STRICT, "dtype": "bfloat16", "max_num_seqs": 2, "speculative_config": drafts}) as llm:
         ask(llm, ASKED[0])
-        assert right(llm) > 0.8
+        assert right(llm) > least

@@ -47,7 +47,7 @@ def check_mode(judge: Judge, mode: str, how: Mapping[str, Any]) -> None:
         for asked in ASKED:
             for prompt, found in zip(PROMPTS, ask(llm, asked), strict=True):
                 judge.check(prompt, asked, found)
-        share, graphs = right(llm), runner_of(llm).graphs
+        share, graphs = right(llm), runner_of(llm).passes.graphs
     if mode.startswith("draft model"):
         assert share > (0.6 if "preempted" in mode else 0.85)
     assert mode.startswith("n-gram") or share > 0.2

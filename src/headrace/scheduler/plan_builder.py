@@ -98,7 +98,8 @@ class PlanBuilder:
             self._num_tokens += (1 + drafts) * (total - known)
             self._longest = max(self._longest, 1 + drafts)
             if drafts:
-                self.drafts = {**(self.drafts or {}), **dict.fromkeys(range(known, total), drafts)}
+                self.drafts = self.drafts or {}
+                self.drafts.update(dict.fromkeys(range(known, total), drafts))
 
     def add_drafts(self, work_index: int, sequence: Sequence, drafts: int) -> None:
         """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nothing better is known, all

@@ -77,16 +77,15 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
     for j, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
         if sequence.ignore_through >= step_id or not (tokens or j in result.errors):
             continue  # or a run that was refuted before it was verified
-        ids = sequence.token_ids
-        if (
-            sequence.extra_outputs
-            or len(ids) + len(tokens) >= sequence.check_at
-            or not sequence.stop_ids.isdisjoint(tokens)
-        ):
-            outputs.append(_accept(roster, sequence, j, result, scores.pop(sequence, ()), now))
+        plain = not sequence.extra_outputs and sequence.stop_ids.isdisjoint(tokens)
+        if plain and len(sequence.token_ids) + len(tokens) < sequence.check_at:
+            sequence.token_ids.extend(tokens)
+        elif plain and _only_fills_a_block(sequence, tokens):
+            _append_plain(roster, sequence, tokens)
         else:
-            ids.extend(tokens)
-            outputs.append(SequenceOutput(sequence.request_id, sequence.index, tokens))
+            outputs.append(_accept(roster, sequence, j, result, scores.pop(sequence, ()), now))
+            continue
+        outputs.append(SequenceOutput(sequence.request_id, sequence.index, tokens))
     outputs.extend(SequenceOutput(s.request_id, s.index, (), prompt_logprobs=entries) for s, entries in scores.items())
     return outputs
 
@@ -122,9 +121,9 @@ def take_cohort_result(
     outputs = TokenOutputs(cohort.request_ids, cohort.indices, result.tokens)
     taken = {}
     for place in heeded:
-        sequence = cohort.settle(place)
-        if _only_fills_a_block(sequence, tokens[place]):
-            _append_plain(roster, sequence, tokens[place])
+        sequence, token = cohort.settle(place), tokens[place : place + 1]
+        if sequence.stop_ids.isdisjoint(token) and _only_fills_a_block(sequence, token):
+            _append_plain(roster, sequence, token)
         else:
             taken[place] = _accept(roster, sequence, place, result, (), now)
     cohort.take(tokens, heeded)
@@ -133,20 +132,17 @@ def take_cohort_result(
     return [taken.get(place, output) for place, output in enumerate(outputs)]
 
 
-def _only_fills_a_block(sequence: Sequence, token: int) -> bool:
-    """It ends neither by length, nor by this token, nor by a loop."""
-    return (
-        sequence.repetition is None
-        and len(sequence.token_ids) + 1 < sequence.max_num_tokens
-        and token not in sequence.stop_ids
-    )
+def _only_fills_a_block(sequence: Sequence, tokens: Seq[int]) -> bool:
+    """It ends neither by length nor by a loop."""
+    return sequence.repetition is None and len(sequence.token_ids) + len(tokens) < sequence.max_num_tokens
 
 
-def _append_plain(roster: Roster, sequence: Sequence, token: int) -> None:
-    """A running sequence's next token, which ends nothing."""
-    sequence.token_ids.append(token)
-    roster.link(sequence)
-    roster.refresh(sequence)
+def _append_plain(roster: Roster, sequence: Sequence, tokens: Seq[int]) -> None:
+    """A sequence's next tokens, which end nothing."""
+    sequence.token_ids.extend(tokens)
+    if sequence.status is SequenceStatus.RUNNING:
+        roster.link(sequence)
+        roster.refresh(sequence)
 
 
 def single_tokens(result: StepResult) -> list[int] | None:
