@@ -196,6 +196,27 @@ def test_ranks_of_a_quantised_checkpoint_compute_what_one_does_or_say_why_not(
         )
 
 
+@pytest.mark.parametrize("name", ["compressed-w4a16", "awq", "gptq-4"])
+def test_ranks_multiply_many_rows_by_a_widened_copy(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = replace(quantised.RECIPES[name], fields={"head_dim": 32, "intermediate_size": 128})
+    monkeypatch.setitem(quantised.RECIPES, name, recipe)  # type: ignore[arg-type]
+    monkeypatch.setattr("headrace.layers.linear.least_rows", lambda *_: 10)
+    folder, _ = quantised.write(name, tmp_path)
+    wanted = steps_of(load_decoder(folder, max_model_len=64))
+
+    def run(group: ThreadGroup) -> tuple[Steps, int]:
+        decoder = load_share(folder, group)
+        for each in decoder.linears:
+            each.reserve_copy()
+            each.fill_copy()
+        decoder.use_copies()
+        return steps_of(decoder), group.normed
+
+    for found, normed in together(2, run):
+        assert_near(found, wanted)
+        assert normed == 2 * 3
+
+
 @pytest.mark.parametrize("name", WHOLE_FORMATS)
 def test_ranks_of_whole_experts_in_formats_compute_what_one_does(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

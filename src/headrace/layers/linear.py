@@ -148,7 +148,10 @@ class Linear(nn.Module):
         self._normed: Normed | None = None
         self._activated: Activated | None = None
         self._act: Callable[[Tensor, Activation], Tensor] | None = None
-        self._onto_normed = group.all_reduce_normed if self._onto is not None and group is not None else None
+        # formats that round inputs have a kernel that takes in the norm before them
+        takes = self._onto is not None and all(form.multiplies_inputs for form in site.formats)
+        self._onto_normed = group.all_reduce_normed if takes and group is not None else None
+        self._in_chunks = not site.formats  # codes would be widened for each chunk
         self._sum = context.group.all_reduce if context.group is not None and site.split is Split.ROW else None
         if activation is not None:
             self._act = context.kernels.choose(GATED_ACTIVATION if site.gated else ACTIVATION, Facts(context.dtype))
@@ -243,6 +246,7 @@ class Linear(nn.Module):
         packed, wide, kernels = self._packed_facts, self._wide, self._context.kernels
         if packed is None or wide is None:
             return
+        self._in_chunks = True
         # few rows go through fused_linear, or are multiplied by the codes
         facts = WeightFacts(self.dtype, self.site.ins, self.site.outs, fused=True)
         operands = wide, self._packed_bias
@@ -366,8 +370,9 @@ class Linear(nn.Module):
             stream.sum, stream.scaled, stream.squares = self._onto(y, stream.sum, following.scale)
             return
         delta, fuses = self._adapted(stream.adapters), self._fused is not None and stream.takes_norms
-        if self._onto_normed is not None and not self.site.formats:
-            given = (self._apply_weight, x) if delta is None else (_itself, self.forward(x, stream.adapters))
+        if self._onto_normed is not None:
+            splits = self._in_chunks and delta is None
+            given = (self._apply_weight, x) if splits else (_itself, self.forward(x, stream.adapters))
             found = self._onto_normed(*given, stream.sum, following.scale, following.eps)
             if found is not None:
                 stream.sum, stream.ready = found
