@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.errors import EngineDead, InvalidRequest
-from tests.support import tiny
+from tests.support import modes, tiny
 
 PARAMS = [
     SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
@@ -26,6 +27,7 @@ def test_two_replicas_answer_as_one_engine(tmp_path: Path) -> None:
     common = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_memory": 1 << 22, "seed": 5}
     asked = PROMPTS * 2, PARAMS * 2
     with LLM(folder, **common) as one, LLM(folder, data_parallel_size=2, **common) as two:
+        two.turn()  # there is nothing to wait for
         wanted, found = (llm.generate(*asked, use_tqdm=False) for llm in (one, two))
         assert [[each.token_ids for each in output.outputs] for output in found] == [
             [each.token_ids for each in output.outputs] for output in wanted
@@ -34,6 +36,21 @@ def test_two_replicas_answer_as_one_engine(tmp_path: Path) -> None:
         assert "".join(delta.text for delta in two.stream("The river", PARAMS[0])) == wanted[0].outputs[0].text
         with pytest.raises(InvalidRequest):
             two.generate("x" * 5000, use_tqdm=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", modes.FAMILIES)
+@pytest.mark.parametrize("seed", range(500, 506))
+def test_no_mode_of_two_replicas_changes_an_answer(model: str, seed: int, tmp_path: Path) -> None:
+    folder, rng = str(tiny.save(model, tmp_path)), random.Random(seed)
+    oracle = modes.Oracle(folder)
+    cases, mode = modes.draw_cases(rng, oracle.vocab_size, 8), modes.draw_mode(rng, failing=False)
+    with LLM(folder, **{**modes.PLAIN, **mode.keywords, "data_parallel_size": 2}) as llm:
+        for case, found in zip(cases, modes.answers_of(llm, cases), strict=True):
+            if found is not None:
+                modes.compare(found, oracle.answer(case), may_fail=False)
+    oracle.close()
 
 
 def test_a_dead_replica_costs_its_own_requests() -> None:

@@ -187,12 +187,12 @@ def run_trial(
             poison_blocks(llm)
         if mode.failing:
             fail_steps(llm, mode.failing, rng)
-        found = _answers(llm, cases)
+        found = answers_of(llm, cases)
         check_at_rest(llm)
     return found
 
 
-def _answers(llm: LLM, cases: list[Case]) -> list[RequestOutput | None]:
+def answers_of(llm: LLM, cases: list[Case]) -> list[RequestOutput | None]:
     collectors: dict[int, OutputCollector] = {}
     turn = 0
     for number, case in sorted(enumerate(cases), key=lambda item: item[1].arrives):

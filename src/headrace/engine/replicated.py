@@ -75,8 +75,8 @@ class ReplicatedCore:
         self.engine.submit(request)
 
     def step(self) -> Sequence[SequenceOutput]:
-        """What has come from any replica, once there is something."""
-        if not self._arrived:
+        """What has come from any replica, once there is something; nothing where nobody has asked."""
+        if not self._arrived and self._open:
             self._news.clear()
             self._run(self._news.wait())
         outputs, self._arrived = self._arrived, []
