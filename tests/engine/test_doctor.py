@@ -184,7 +184,8 @@ def test_a_card_that_is_assumed_says_who_would_compute_and_how_fast(card: str) -
     assert "torch" not in attention, "nothing falls to a twin in silence where Triton serves"
     assert [rows for rows, *_ in report["steps"]] == [1, 8, 32, 128, 256]
     assert all(floor <= took for _, took, floor, _ in report["steps"])
-    assert "Steps that decode" in _render_assumed(report)
+    shown = _render_assumed(report)
+    assert "Steps that decode" in shown and "On 2 of these (-tp 2): " in shown
 
 
 @pytest.mark.parametrize("name", ["cpu", "tpu", "", "h200.json"])

@@ -10,6 +10,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -338,7 +339,8 @@ def examine_card(config: EngineConfig, name: str) -> dict[str, Any]:
         decoder = Decoder(spec, kernels=kernels, dtype=dtype, device=torch.device("meta"), max_model_len=CONTEXT)
         decoder.finish_loading()
     rows = [[each.name, each.value, each.reason] for each in kernel_decisions(kernels)]
-    return {"card": str(device), "kernels": rows, "steps": _steps_on(spec, config, device)}
+    steps = _steps_on(spec, config, device)
+    return {"card": str(device), "kernels": rows, "steps": steps, "more": _on_more(spec, config, device)}
 
 
 def _steps_on(spec: DecoderSpec, config: EngineConfig, device: Device) -> list[list[Any]]:
@@ -352,6 +354,17 @@ def _steps_on(spec: DecoderSpec, config: EngineConfig, device: Device) -> list[l
     return steps
 
 
+def _on_more(spec: DecoderSpec, config: EngineConfig, device: Device) -> list[str]:
+    """What steps would take on several of these."""
+    said = []
+    for ranks in (2, 4, 8) if device.kind == "cuda" and config.device.num_ranks == 1 else ():
+        with suppress(ConfigError):  # it does not divide
+            shared = replace(config, device=replace(config.device, tensor_parallel_size=ranks))
+            steps = ", ".join(f"{ms:g} ms with {rows}" for rows, ms, *_ in _steps_on(spec, shared, device))
+            said.append(f"On {ranks} of these (-tp {ranks}): {steps} sequences.")
+    return said
+
+
 def _render_assumed(report: Mapping[str, Any]) -> str:
     twins = sorted({name.removeprefix("kernel ") for name, value, _ in report["kernels"] if value == "torch"})
     steps = table(("sequences", "ms", "at the limits", "share"), report["steps"])
@@ -360,7 +373,7 @@ def _render_assumed(report: Mapping[str, Any]) -> str:
             f"Assumed: {report['card']}",
             "Kernels\n" + _indent(table(("what", "value", "why"), report["kernels"])),
             f"torch computes by itself: {', '.join(twins)}" if twins else "a kernel of ours computes each of these",
-            f"Steps that decode, {CONTEXT:,} tokens a sequence\n" + _indent(steps),
+            f"Steps that decode, {CONTEXT:,} tokens a sequence\n" + _indent("\n".join((steps, *report["more"]))),
         )
     )
 
@@ -384,9 +397,11 @@ def _advice(
     config: EngineConfig, model: Mapping[str, Any], info: ExecutorInfo, profile: DeviceProfile
 ) -> dict[str, Any]:
     device = with_calibrations(device_of(profile, sum(info.memory.values()), 0))
-    found, context = priced(families.spec_from_config(model), config, device), min(CONTEXT, info.max_model_len)
+    spec = families.spec_from_config(model)
+    found, context = priced(spec, config, device), min(CONTEXT, info.max_model_len)
     advice = advise(found, context, info)
     said = [f"Steps that only decode, {context:,} tokens a sequence:", *sentences(advice), *of_prices(found, context)]
+    said += _on_more(spec, config, device)
     return {"said": said, **asdict(advice), **found.pricing.facts(context)}
 
 
