@@ -13,17 +13,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.bench.arguments import count
-from headrace.bench.startup import bytecode
-from headrace.config import EngineConfig
-from lab.jobs import config_for, flags_of
+if TYPE_CHECKING:  # these processes are timed: they import what an engine does
+    from headrace.config import EngineConfig
 
 GIB, MIB = 2**30, 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from headrace.bench.arguments import count
+
     parser.add_argument(
         "--model", default="Llama-3.1-8B", help="a folder, or a shape of lab/shapes (default: %(default)s)"
     )
@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    from headrace.bench.startup import bytecode
+    from lab.jobs import config_for, flags_of
+
     flags = ["--share-weights", *flags_of(config_for(args.model, config), args.flags)]
     with bytecode() as installed:
         _measure(args, partial(_start, flags, installed))
@@ -97,8 +100,12 @@ def _used() -> int:
 
 
 def _serve(flags: Sequence[str]) -> None:
-    """A process that answers whenever a line comes."""
+    """A process that answers whenever a line comes. It imports no more of torch than an engine's own."""
+    from headrace.torch_environment import load_ahead
+
+    load_ahead(own=True)
     from headrace import LLM
+    from headrace.config import EngineConfig
     from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config
     from headrace.request import SamplingParams
 

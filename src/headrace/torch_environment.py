@@ -17,10 +17,13 @@ kernels took 3.3 to 6 ms each, and 0.6 to 1 ms without (two shared cores). So on
 cuBLAS keeps scratch memory of 32 MiB for each stream and thread on Hopper; beside others that share the weights of a card,
 8 have to do.
 
+A quarter of importing torch (0.36 of 1.33 s on an H200's host) is what its compilers and "meta" tensors want to know of
+operators, written in Python. A process of our own asks for none of it. Torch 2.13 itself does, for its generators.
+
 Loading torch's libraries takes 0.2 to 0.3 s (relocations, registering operators) in which the interpreter is not
 needed, so it can begin before anything else is imported, beside that.
 
-What lives here: these four settings, and that. What may not: torch's modules.
+What lives here: these four settings, and both of these. What may not: torch itself.
 """
 
 from __future__ import annotations
@@ -29,12 +32,16 @@ import ctypes
 import os
 import sys
 import threading
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 # iterations, a few microseconds: longer than a balanced barrier takes, far shorter than a time slice
 SPIN_COUNT = "1000"
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+_COMPILERS, _WITHOUT = "torch._meta_registrations", ("2.11.",)  # and the versions that do without it
 
 
 def prepare_for_torch(*, little_scratch: bool = False) -> None:
@@ -48,22 +55,41 @@ def prepare_for_torch(*, little_scratch: bool = False) -> None:
     os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
 
 
-def load_ahead() -> None:
+class _Later(ModuleType):
+    """Takes a module's place until somebody wants something of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
+def load_ahead(*, own: bool = False) -> None:
     """Begins to load torch's libraries in a thread; importing torch finds them, or waits for them. For who imports it
-    soon."""
-    if "torch" in sys.modules:
+    soon. ``own``: a process of ours, in which nobody compiles with torch."""
+    if "torch" in sys.modules or (found := find_spec("torch")) is None or found.origin is None:
         return
     prepare_for_torch()  # OpenMP reads it as it is loaded
-    found = find_spec("torch")
-    if found is None or found.origin is None:
-        return
-    folder, own = Path(found.origin).parent / "lib", ctypes.CDLL(None)
-    # in torch's order, which leaves CUDA's libraries to torch where a path might lead to others
+    package = Path(found.origin).parent
+    if own and _version(package).startswith(_WITHOUT):
+        sys.modules[_COMPILERS] = _Later(_COMPILERS)
+    threading.Thread(target=_load, args=(package / "lib",), name="headrace-libraries", daemon=True).start()
+
+
+def _version(package: Path) -> str:
+    try:
+        return (package / "version.py").read_text("utf-8").partition("__version__ = '")[2]
+    except OSError:
+        return ""
+
+
+def _load(folder: Path) -> None:
+    """In torch's order. CUDA's libraries are left to torch where the user's path leads to others."""
+    own, path = ctypes.CDLL(None), os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     names = [("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch_cpu.so", 0), ("libtorch.so", 0)]
-    chosen = names[1:2] if "LD_LIBRARY_PATH" in os.environ else names
-
-    def load() -> None:
-        for name, how in chosen:
-            own.dlopen(str(folder / name).encode(), os.RTLD_NOW | how)
-
-    threading.Thread(target=load, name="headrace-libraries", daemon=True).start()
+    if any(each for each in path if next(Path(each).glob("libnvJitLink.so*"), None)):
+        names = names[1:2]
+    for name, how in names:
+        own.dlopen(str(folder / name).encode(), os.RTLD_NOW | how)

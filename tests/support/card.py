@@ -16,7 +16,7 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.kernels import Kernels
 from headrace.request import RequestOutput
-from support import modes
+from tests.support import modes
 from tests.support.kernel_cases import called, using
 
 NUDGE = 1e-4  # two tokens this close, in logits, are a tie: rounding may decide between them

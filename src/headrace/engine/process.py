@@ -69,7 +69,7 @@ def end_now(links: Links, why: str) -> None:
 
 def _import_ahead() -> None:
     """What is needed whatever the Launch says, while the parent imports what it needs to send one."""
-    load_ahead()
+    load_ahead(own=True)
     with no_collections():
         import_module("headrace.engine.assembly")
 
@@ -79,7 +79,7 @@ def _start(launch: frames.Launch, links: Links, state: LoopState) -> Engine | No
     try:
         # torch and all: after the socket, so that the pulse is heard meanwhile
         if launch.config.device.executor == "model":
-            load_ahead()
+            load_ahead(own=True)
         with no_collections():
             from headrace.engine.assembly import create_engine, take_place
 

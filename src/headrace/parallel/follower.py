@@ -235,10 +235,10 @@ class Reporter:
 
 
 def _start(first: First, mark: str) -> Follower:
-    from headrace.torch_environment import prepare_for_torch
+    from headrace.torch_environment import load_ahead
     from headrace.worker.head_start import Stages, begin_head_start
 
-    prepare_for_torch()
+    load_ahead(own=True)
     stages = Stages(RealClock())
     with (begin_head_start(Path(mark)) if mark else None) or nullcontext() as head_start:
         with no_collections():
