@@ -91,7 +91,15 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     monkeypatch.setattr(
         device_memory,
         "torch",
-        SimpleNamespace(cuda=torch.cuda, zeros=zeros, empty=torch.empty, mm=torch.mm, uint8=torch.uint8),
+        SimpleNamespace(
+            cuda=torch.cuda,
+            zeros=zeros,
+            empty=torch.empty,
+            mm=torch.mm,
+            uint8=torch.uint8,
+            float32=torch.float32,
+            bfloat16=torch.bfloat16,
+        ),
     )
     return card
 

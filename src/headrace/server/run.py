@@ -23,6 +23,7 @@ from headrace.config import Decision, EngineConfig, ServerConfig
 from headrace.errors import ConfigError, ModelError
 from headrace.observe import logs
 from headrace.portability import missing
+from headrace.processes.child import share_interpreter
 from headrace.server.app import ROUTES
 from headrace.server.exposition import Counters
 from headrace.server.frontends.link import Launch
@@ -37,9 +38,6 @@ from headrace.server.tls import create_context
 
 if TYPE_CHECKING:
     from headrace.engine.client import AsyncLLM
-
-# that a thread may keep the interpreter from the event loop, which asks for it at each of its callbacks
-SWITCH_SECONDS = 0.0005
 
 log = logging.getLogger("headrace.server")
 
@@ -106,7 +104,7 @@ def _begun(engine_config: EngineConfig, config: ServerConfig, version: str, bega
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """uvloop where it is installed, asyncio elsewhere."""
-    sys.setswitchinterval(SWITCH_SECONDS)
+    share_interpreter()  # an event loop asks for it at each of its callbacks
     try:
         import uvloop
 
