@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from headrace.config import DeviceConfig
+from headrace.config import DeviceConfig, EngineConfig
 from headrace.errors import ConfigError
-from headrace.parallel import device
+from headrace.parallel import device, frames, leader
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,13 @@ def test_too_few_devices_are_told_with_their_number(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(device.torch.cuda, "device_count", lambda: 0)
     device.take_gpus(DeviceConfig(data_parallel_size=2), 1)  # CPUs, where no GPU was asked for
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_unequal_devices_are_refused() -> None:
+    class Others:
+        def hear(self, kind: type[frames.Here]) -> list[frames.Here]:
+            return [kind("cpu"), kind("NVIDIA H100, 80 GiB")]
+
+    config = EngineConfig(device=DeviceConfig(tensor_parallel_size=3))
+    with pytest.raises(ConfigError, match="3 equal devices, but the first is cpu and another NVIDIA H100"):
+        leader._meet(Others(), "cpu", config, None)  # type: ignore[arg-type]
