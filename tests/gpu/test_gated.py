@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels.linear.gated_tiles import TALL, TILES, Form, Tile
+from headrace.kernels.linear.gated_tiles import EIGHT_TILES, TALL, TILES, Form, Tile
 from headrace.kernels.norm import reference
 from headrace.spec import Activation
 from tests.support.card import require_card
 
 require_card()
 
-from headrace.kernels.linear.cuda_gated import GatedLinear, kernels_of  # noqa: E402  (needs Triton's cache, so a card's packages)
+from headrace.kernels.linear.cuda_gated import EightBitGemm, GatedLinear, kernels_of  # noqa: E402  (needs Triton's cache, so a card's packages)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -31,6 +31,33 @@ def test_the_product_is_the_twins(tile: Tile, outs: int, ins: int) -> None:
         assert float((y.float() - want).norm() / want.norm()) < 5e-3, tokens
         assert torch.equal(y, layer.compute(x, Activation.SILU, tile))
         assert torch.equal(y[:1], layer.compute(x[:1].clone(), Activation.SILU, tile)), "a row hangs on the others"
+
+
+@pytest.mark.parametrize("tile", EIGHT_TILES, ids=str)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_gemm_of_8_bits_is_exact_but_for_one_rounding(kind: str, tile: Tile) -> None:
+    """At every edge of its tiles; nothing is written beyond the result."""
+    torch.manual_seed(tile.columns)
+    held: list[torch.Tensor] = []
+
+    def within(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        held.append(torch.full((shape[0] + 8, shape[1]), 7.0, dtype=dtype, device=device))
+        return held[-1][4:-4]
+
+    def numbers(*size: int) -> torch.Tensor:
+        whole = torch.randint(-127, 128, size, device="cuda")
+        return whole.to(torch.int8) if kind == "int8" else (whole / 64).to(torch.float8_e4m3fn)
+
+    for outs, ins in ((4096, 1024), (208, 272), (16, 16), (1552, 4096)):
+        weight, units = numbers(outs, ins), torch.rand(outs, device="cuda") + 0.5
+        layer = EightBitGemm(kind, weight, units, kernels_of(weight.device), {}, within)
+        for tokens in (1, 129, 256, 257, 2100):
+            x, scale = numbers(tokens, ins), torch.rand(tokens, 1, device="cuda") + 0.5
+            y = layer.compute(x, scale, tile)
+            want = (x.double() @ weight.double().t() * scale * units).float()
+            bound = want.abs() * 2**-8 + (0 if kind == "int8" else 1e-3 * want.abs().max())  # its sums keep 14 bits
+            assert bool(((y.float() - want).abs() <= bound).all()), (outs, ins, tokens)
+            assert bool((held[-1][:4] == 7).all() and (held[-1][-4:] == 7).all())
 
 
 @pytest.mark.parametrize("tile", TALL)

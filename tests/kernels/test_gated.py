@@ -227,6 +227,23 @@ def test_tall_tiles_spill_nothing_and_their_products_overlap(
     assert "0 bytes spill stores" in said and "serialized" not in said, said
 
 
+@pytest.mark.parametrize("columns", [192, 128])
+def test_a_gemm_of_8_bits_spills_nothing(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = pytest.importorskip("headrace.kernels.linear.cuda_gated", exc_type=ImportError)
+    said = said_of(lambda: gated.machine_code(Tile(columns, Form.TURNS), "int8", 0), tmp_path, monkeypatch)
+    assert "0 bytes spill stores" in said and "serialized" not in said, said
+
+
+def test_a_gemm_of_8_bits_takes_the_tile_whose_last_wave_leaves_least_undone() -> None:
+    gated = pytest.importorskip("headrace.kernels.linear.cuda_gated", exc_type=ImportError)
+    kernels = SimpleNamespace(processors=132)
+    found = {
+        (outs, rows): gated.EightBitGemm("int8", torch.empty(outs, 0), None, kernels, {}).tile(rows).columns
+        for outs, rows in ((4096, 2048), (28672, 2048), (6144, 8192))
+    }
+    assert found == {(4096, 2048): 128, (28672, 2048): 176, (6144, 8192): 176}
+
+
 def test_the_ring_fits_the_processor() -> None:
     gated = pytest.importorskip("headrace.kernels.linear.cuda_gated", exc_type=ImportError)
     for tile in gated_tiles.TILES:

@@ -207,10 +207,19 @@ class Ring:
     def __init__(self, weight: torch.Tensor, forms: Any) -> None:
         self.weight, self.forms, self.shape, self.given = weight, forms, Shape(*weight.shape), list[tuple[int, int]]()
 
-    def compute(self, x: torch.Tensor, around: Any, form: RingForm) -> Any:
+    def compute(self, x: torch.Tensor, around: Any, form: RingForm, into: torch.Tensor | None = None) -> Any:
         assert len(x) <= form.rows
         self.given.append((len(x), form.rows))
+        found = self.others(x, around)
+        if into is not None:
+            into.copy_(found[0])
+        return found
+
+    def others(self, x: torch.Tensor, around: Any) -> Any:
         return reference.fused_linear(self.weight, None)(x, around)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 @pytest.mark.parametrize(("rows", "form"), [(64, 0), (65, 128), (128, 128), (129, 256), (256, 256), (257, 0)])
@@ -223,6 +232,35 @@ def test_codes_serve_more_rows_in_one_launch(rows: int, form: int) -> None:
     assert ring.given == ([(rows, form)] if form else []) and y.shape == (1, rows, 48)
     torch.testing.assert_close(y[0], reference.linear(weight, None)(x), rtol=2e-2, atol=2e-2)
     assert rings.ManyRing(ring, ring).gated(x, Activation.SILU) is None, "rows do not take turns"
+    rings.ManyRing(ring, lambda x: None, 1)(x[:3])
+    assert ring.given[-1] == (3, 64), "few rows, too, where nobody else takes a norm in"
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+def test_matrices_of_two_codings_take_one_norm_in_each_by_itself(rows: int) -> None:
+    """As a query and a key in one type, and a value in another; a form is there for some rows, or for none."""
+    rings = pytest.importorskip("headrace.kernels.linear.rings", exc_type=ImportError)
+    torch.manual_seed(rows)
+    weight, x, squares = torch.randn(48, 32).bfloat16(), torch.randn(rows, 32).bfloat16(), torch.rand(2, rows) * 16
+    first, second = Ring(weight[:40], ((16, RingForm(16, 64)),)), Ring(weight[40:], ((8, RingForm(8, 64)),))
+    y, scaled, sums = rings.RingsBelow((first, second))(x, Around(squares, 1e-5))
+    assert (scaled, sums) == (None, None) and len(first.given) == 1 and len(second.given) == (rows <= 8)
+    torch.testing.assert_close(y, reference.fused_linear(weight, None)(x, Around(squares, 1e-5))[0])
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(64, "product"), (65, "ring"), (129, "gemm")])
+def test_a_prompt_in_8_bits_is_the_gemms(rows: int, kind: str) -> None:
+    rings = pytest.importorskip("headrace.kernels.linear.rings", exc_type=ImportError)
+    asked: list[str] = []
+
+    def named(name: str) -> Any:
+        return lambda *given: asked.append(name) or torch.ones(rows, 48)  # type: ignore[func-returns-value]
+
+    product = SimpleNamespace(eight=EightBits("int8"), multiplied=named("product"), bias=torch.ones(48))
+    ring = SimpleNamespace(forms=((128, RingForm(128, 64, eight="int8")),), compute=lambda *given: (named("ring")(),))
+    cut = rings.EightBitCut(product, ring, named("gemm"))
+    y = cut.multiplied(torch.zeros(rows, 32, dtype=torch.int8), torch.ones(rows, 1), torch.bfloat16)
+    assert asked == [kind] and bool((y == (2 if kind == "gemm" else 1)).all()), "the bias is added behind it"
 
 
 @pytest.mark.parametrize(("rows", "served"), [(1, True), (64, True), (65, False), (128, False)])
