@@ -33,7 +33,9 @@ def machine_code(form: RingForm, gate: Activation | None, turned: bool = False) 
     """Built, or kept from before. ``turned``: codes lie as a gate's do, whose columns are wanted side by side. Raises
     CompileError."""
     kind, coding = -1 if gate is None else KINDS[gate], form.coding
-    sizes = {"ROWS": form.rows, "STAGES": form.stages, "WAYS": form.ways, "KIND": kind, "COLUMNS": form.columns}
+    sizes = {"ROWS": form.rows, "STAGES": form.stages, "WAYS": form.ways, "KIND": kind, "COLUMNS": form.columns} | (
+        {"TURNS": form.turns} if form.turns > 1 else {}
+    )
     if coding is not None:
         sizes |= {"BITS": coding.bits, "SETS": coding.sets, "ZEROS": int(coding.zeros), "FLOATS": int(coding.floats)}
         sizes |= {"SHIFTS": int(coding.shifts), "SCALES": coding.scales.value} | (

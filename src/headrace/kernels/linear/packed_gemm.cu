@@ -64,9 +64,6 @@ __device__ __forceinline__ void arrive_if(int wanted, u32 bar) {  // without a b
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%1];\n}" ::"r"(wanted), "r"(bar) : "memory");
 }
 
-__device__ __forceinline__ void put(u32 at, const float *v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)

@@ -14,6 +14,7 @@
 // Tiles of COLUMNS that are no whole GROUPS of 64 leave half of the last group's warps without rows: so tiles can be as many as processors.
 //
 // Weights of few bits (BITS) lie in blocks of 64 rows, as packed.cuh says, which multiplies them; with a gate their rows are dealt like that, too.
+// Widening takes more than four warps: so TURNS groups of them may have the 64 rows of a tile together, and steps in turn; the first adds up.
 //
 // W and x of 8 bits (EIGHT 1: FP8, 2: int8) lie in pairs: DEPTH, ``ins`` and the copies count those. Their scales come in place of the squares
 // (of x, of each row, already normed) and in ``units`` (of W, likewise); with BLOCKED of each step, that is of 128 of K, and of 128 rows of W.
@@ -21,7 +22,11 @@
 //
 // Behind matrix.cuh and early.cuh. Given from outside: ROWS, COLUMNS, STAGES, WAYS, KIND (-1: no gate), and mma(), the instruction for ROWS.
 #define TALL COLUMNS
-#define GROUPS ((COLUMNS + 63) / 64)
+#define BANDS ((COLUMNS + 63) / 64)
+#ifndef TURNS
+#define TURNS 1
+#endif
+#define GROUPS (TURNS > 1 ? TURNS : BANDS)
 #define HALVED (COLUMNS % 64 != 0)  // by 32
 #define OUTS (KIND < 0 ? TALL : TALL / 2)  // columns of y, a tile
 #ifdef TURNED
@@ -30,7 +35,7 @@
 #define PAIRED (KIND >= 0)
 #endif
 #ifdef BITS
-#define W_BYTES (GROUPS * BLOCK_BYTES)
+#define W_BYTES (BANDS * BLOCK_BYTES)
 #define NEW_BYTES (W_BYTES - HALVED * BLOCK_BYTES / 2)  // of it, that come
 #else
 #define DEPTH 64
@@ -44,7 +49,8 @@
 #define SLICES (THREADS / ROWS)
 #define BLOCKS (ROWS / 8)  // of eight rows of x: a thread has four sums of each
 #define OWN ((BLOCKS + WAYS - 1) / WAYS)  // blocks of a tile that a program finishes, at most
-#define PART_BYTES (THREADS * 16)  // of one block, as one program hands it to another
+#define FINISHERS (TURNS > 1 ? 128 : THREADS)
+#define PART_BYTES (FINISHERS * 16)      // of one block, as one program hands it to another
 #define EARLY_PIECES 8         // of the squares, a thread
 // Steps: how long before its last weights a late program lets the next launch in, and how many it asks for before it waits. More would
 // stand in the way of what the kernel before still writes: its end was heard of 2 µs later.
@@ -61,13 +67,13 @@ __device__ __forceinline__ void load_once(u32 to, const Map *map, int k, int row
 #ifdef BITS
 // Where a group's rows of a tile are; of halved tiles every other one begins with the second half of the last group's block.
 __device__ __forceinline__ int block_of(int tile, int group) {
-  if (!HALVED) return tile * GROUPS + group;
+  if (!HALVED) return tile * BANDS + (TURNS > 1 ? 0 : group);
   int first = tile * (TALL / 32) / 2;
   return group < GROUPS - 1 ? first + tile % 2 + group : tile % 2 ? first : first + group;
 }
 __device__ __forceinline__ void load_once(u32 to, const unsigned char *blocks, int step, int row, int steps, u32 bar) {
 #pragma unroll
-  for (int g = 0; g < GROUPS - HALVED; g++) load_block(to + g * BLOCK_BYTES, blocks, block_of(row / TALL, g), step, steps, bar);
+  for (int g = 0; g < BANDS - HALVED; g++) load_block(to + g * BLOCK_BYTES, blocks, block_of(row / TALL, g), step, steps, bar);
   if (!HALVED) return;
   int tile = row / TALL, half = tile % 2;
   const unsigned char *from = blocks + ((u64)block_of(tile, GROUPS - 1) * steps + step) * BLOCK_BYTES;
@@ -114,7 +120,9 @@ __device__ __forceinline__ void load_once(u32 to, const unsigned char *blocks, i
 #else
 #define FRESH 0
 #endif
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+template <int COUNT = THREADS> __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory"); }
+// A barrier tells only a phase from the next: a group must use a stage every time, or never.
+static_assert(STAGES % TURNS == 0, "stages belong to one group each");
 __device__ __forceinline__ u16 narrow(float v) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
 __device__ __forceinline__ float seen(const float *p) {
   float v;
@@ -152,7 +160,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
 #endif
     asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
-    for (int s = 0; s < STAGES; s++) { make(full + 8 * s, 1); make(empty + 8 * s, GROUPS); }
+    for (int s = 0; s < STAGES; s++) { make(full + 8 * s, 1); make(empty + 8 * s, TURNS > 1 ? 1 : GROUPS); }
     if (WAYS > 1) make(gathered, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (WAYS > 1) expect(gathered, (BLOCKS - blockIdx.x % WAYS + WAYS - 1) / WAYS * (WAYS - 1) * PART_BYTES);
@@ -301,13 +309,13 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
   };
   auto add_squares = [&](int tile, int part) {
     if (!scale) return;
-    meet();
+    meet<FINISHERS>();
     if (thread < tokens && thread / 8 % WAYS == part) {
       float all = 0;
-      for (int w = 0; w < 4 * GROUPS; w++) all += across[w][thread];
+      for (int w = 0; w < FINISHERS / 32; w++) all += across[w][thread];
       sums[tile * tokens + thread] = all;
     }
-    meet();
+    meet<FINISHERS>();
   };
   int own = blockIdx.x % WAYS;
   u16 rest[OWN][4];
@@ -320,7 +328,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     prepare(tile);
 #ifdef BITS
     Packed packed;
-    u32 own_block = group * BLOCK_BYTES;
+    u32 own_block = TURNS > 1 ? 0 : group * BLOCK_BYTES;
     keep(own_block);
 #pragma unroll
     for (int j = 0; j < ROWS / 2; j++) c[j] = 0;
@@ -338,7 +346,8 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
 #elif defined(BLOCKED)
     float part[ROWS / 2];
 #endif
-    for (int k = 0; k < deal.count; k++) {
+    if (TURNS > 1) s = group;
+    for (int k = TURNS > 1 ? group : 0; k < deal.count; k += TURNS) {
 #ifdef BLOCKED
       float by[2], own[ROWS / 4];  // come while the weights do
 #pragma unroll
@@ -349,7 +358,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       wait(full + 8 * s, phase);
 #ifdef BITS
       packed.first(c, base + s * STAGE_BYTES + own_block, full + 8 * s, phase);
-      if (k && thread % 128 == 0) arrive(empty + 8 * before);
+      if (k >= TURNS && thread % 128 == 0) arrive(empty + 8 * before);
       packed.second(c, base + s * STAGE_BYTES + own_block, base + s * STAGE_BYTES + X_AT);
       before = s;
 #else
@@ -370,11 +379,25 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       }
       before = s;
 #endif
-      if (++s == STAGES) { s = 0; phase ^= 1; }
+      s += TURNS;
+      if (s >= STAGES) { s -= STAGES; phase ^= 1; }
     }
 #ifdef BITS
     packed.take(c);
-    if (thread % 128 == 0) arrive(empty + 8 * before);
+    if (TURNS == 1 && thread % 128 == 0) arrive(empty + 8 * before);
+    if (TURNS > 1) {
+      u32 beside = base + STAGES * STAGE_BYTES + (WAYS - 1) * OWN * PART_BYTES + thread % 128 * 16;
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++)
+        if (group) put(beside + ((group - 1) * BLOCKS + b) * 2048, c + 4 * b);
+      meet();
+#pragma unroll
+      for (int j = 0; j < (TURNS - 1) * BLOCKS; j++) {
+        float4 other = handed(beside + j * 2048);
+        float *sums = c + 4 * (j % BLOCKS);
+        sums[0] += other.x, sums[1] += other.y, sums[2] += other.z, sums[3] += other.w;
+      }
+    }
 #else
     finished<0>();
     if (thread % 128 == 0) arrive(empty + 8 * before);
@@ -389,7 +412,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++)
-        if (b % WAYS != own) {
+        if (b % WAYS != own && (TURNS == 1 || !group)) {
           int at = (own < b % WAYS ? own : own - 1) * OWN + b / WAYS;
           hand_over(of_program(mailbox + at * PART_BYTES, b % WAYS), c + 4 * b, of_program(gathered, b % WAYS));
         }
@@ -413,6 +436,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       }
       meet();
     }
+    if (TURNS > 1 && group) return;
     if (WAYS == 1) {
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++) {

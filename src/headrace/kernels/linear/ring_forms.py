@@ -71,7 +71,8 @@ class RingForm:
             self.columns % 64 and (self.many or self.ways > 1 or shape.outs * (1 + shape.gated) % self.columns)
         ):
             return False
-        return self.ways == 1 or (tiles * self.ways <= processors and shape.ins >= self.depth * self.ways)
+        once = self.ways == self.turns == 1 or tiles * self.ways <= processors
+        return once and (self.ways == 1 or shape.ins >= self.depth * self.ways)
 
     def _fits_half(self, once: bool) -> bool:
         """Half as many columns are of one tile a CTA, of twice as many all of K is; for fewer rows than the most."""
@@ -85,7 +86,17 @@ class RingForm:
     @property
     def threads(self) -> int:
         """Those that multiply, and a warp that asks for copies; or four, whose registers the others need."""
-        return 384 if self.many else 128 * self.blocks + 32
+        return 384 if self.many else 128 * self.groups + 32
+
+    @property
+    def turns(self) -> int:
+        """Groups of four warps that take steps of one tile's 64 rows in turn."""
+        shared = self.columns == 64 and self.coding is not None and not self.many
+        return {64: 2, 32: 3}.get(self.rows, 4) if shared else 1
+
+    @property
+    def groups(self) -> int:
+        return max(self.blocks, self.turns)
 
     @property
     def blocks(self) -> int:
@@ -100,7 +111,8 @@ class RingForm:
     @property
     def mailbox_bytes(self) -> int:
         """Where parts of those who share a tile arrive."""
-        return -(-self.rows // _BLOCK // self.ways) * (self.ways - 1) * self.columns * 32
+        parts = -(-self.rows // _BLOCK // self.ways) * (self.ways - 1) + self.rows // _BLOCK * (self.turns - 1)
+        return parts * self.columns * 32
 
     @property
     def stages(self) -> int:
@@ -108,8 +120,9 @@ class RingForm:
         if self.many:
             step = 4 if self.columns == 64 else 1
             return max(each for each in range(step, 16, step) if self._many_bytes(each) <= SHARED_BYTES - 256)
-        beside = 8 * 64 * self.blocks + 4 * self.rows * (1 + 4 * self.blocks) + 512
-        return (SHARED_BYTES - 1024 - beside - self.mailbox_bytes) // self.stage_bytes
+        beside = 8 * 64 * self.groups + 4 * self.rows * (1 + 4 * self.groups) + 512
+        fit = (SHARED_BYTES - 1024 - beside - self.mailbox_bytes) // (self.stage_bytes + 16)
+        return fit // self.turns * self.turns
 
     def _many_bytes(self, stages: int) -> int:
         """``stages`` of 64 of K of x, and as many of a whole step of weights as reach further back."""
@@ -171,14 +184,11 @@ def row_classes(shape: Shape, coding: Coding | None, eight: str) -> tuple[int, .
 
 
 def _rule(shape: Shape, rows: int, processors: int, coding: Coding | None, eight: str) -> RingForm | None:
-    """The least that one processor has to read; of equals the widest tile that is not shared by many. Measured with
-    weights of 16 to 59 million codes: four warps alone widen them more slowly than they come (H100), and of clusters of
+    """The least that one processor has to read; of equals the widest tile that is not shared by many: of clusters of
     three and four fewer than would fill the card are on it at once (39 and 30 on an H200)."""
-    narrow = 1.35 if coding is not None and rows <= 32 else 1.0
 
     def load(form: RingForm) -> tuple[float, bool, int]:
-        share = form.columns * -(-form.tiles(shape) // processors) / form.ways
-        return share * (narrow if form.columns == 64 else 1.0), form.ways > 2, -form.columns
+        return form.columns * -(-form.tiles(shape) // processors) / form.ways, form.ways > 2, -form.columns
 
     small = RingForm(rows, 128 if coding is not None and rows in MANY_ROWS else 64, 1, True, coding, eight)
     forms = candidate_forms(shape, rows, processors, coding, eight) or (
