@@ -79,9 +79,9 @@ __device__ __forceinline__ void widen(u32 (&a)[4], const u32 *codes, const u32 (
 }
 
 #ifdef ROWS
-// Codes of fewer than 8 bits in bfloat16's place are as many times 2^-133: the least that it knows, whose exponent's last bit goes on counting. So one
+// Codes of up to 8 bits in bfloat16's place are as many times 2^-133: the least that it knows, whose exponent's last bit goes on counting. So one
 // fma makes numbers of them. Those of 4 bits of the second row stay 4 bits further up, and get a 16th of the factor.
-#define INTEGERS (BITS < 8 && !FLOATS)
+#define INTEGERS (!FLOATS)
 #define IN_PLACE (BITS == 4 && INTEGERS)
 #ifndef SCALED_CODES
 #define SCALED_CODES (SETS > 1 || SHIFTS)  // each weight is scaled; else sums of a step are
@@ -124,6 +124,7 @@ struct Codes {  // of a thread, 64 of K
   // The pair of codes that makes ``widen``'s a[i], of 16 of K.
   __device__ __forceinline__ u32 pair(int j, int i) const {
     if (IN_PLACE) return (i / 2 ? most[j] >> 8 : most[j]) & (i % 2 ? 0x00F000F0 : 0x000F000F);
+    if (BITS == 8) return i % 2 ? __byte_perm(most[j * 2 + i / 2], 0, 0x4341) : most[j * 2 + i / 2] & 0x00FF00FF;
     constexpr int ABOVE = BITS & 4, LAST = BITS & 6;  // where bits of twos and ones go
     u32 code = BITS & 4 ? most[j] >> 4 * i & 0x000F000F : 0;
     if (BITS & 2) {  // two bits of the first at 2 i, of the second 16 further up
@@ -149,7 +150,7 @@ struct Factors {  // of rows g and g + 8, twice: codes times ``by`` and ``add``;
       bool high = IN_PLACE && h;
       if (INTEGERS && (ZEROS || !SCALED_CODES)) {
         by[h] = high ? 0x7D007D00 : 0x7F007F00;  // 2^123, 2^127
-        add[h] = ZEROS ? fma2(zero, 0xBC80BC80, 0x40004000) : twice(-0x1p-6f * (1 << (BITS - 1)));  // of zeros without their 128
+        add[h] = ZEROS ? fma2(zero, 0xBC80BC80, BITS < 8 ? 0x40004000 : 0) : twice(-0x1p-6f * (1 << (BITS - 1)));  // of zeros without their 128
         if (SCALED_CODES) times[h] = twice(scales[h].of(set) * (SHORT * 64));
       } else if (INTEGERS) {
         float scale = scales[h].of(set);
