@@ -93,23 +93,23 @@ __device__ __forceinline__ u32 twice(float v) { return pack(v, v); }
 __device__ __forceinline__ u32 read_word(u32 at) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
 __device__ __forceinline__ u32 read_byte(u32 at) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
 
-// Scales or shifts of one row, if ``there`` are some. ``at``: where they begin in its block.
+// Scales or shifts of one row, if ``there`` are some, times ``by``. ``at``: where they begin in its block.
 struct Section {
   u32 small[SETS > 4 ? 2 : 1], at, row;
   float by, lift;
-  __device__ __forceinline__ Section(u32 at_, u32 row_, bool there) : at(at_), row(row_) {
+  __device__ __forceinline__ Section(u32 at_, u32 row_, bool there, float by_) : at(at_), row(row_), by(by_) {
     if (SCALES != 3 || !there) return;
-    by = read_scale(at + row * 2);
+    by *= read_scale(at + row * 2);
 #pragma unroll
     for (int i = 0; i < (SETS + 3) / 4; i++) small[i] = read_word(at + 128 + row * SETS + 4 * i) ^ 0x80808080;
     lift = -32896 * by;
   }
   __device__ __forceinline__ float of(int set) {
     if (SCALES == 3) return fmaf(__uint_as_float(__byte_perm(small[set / 4], 0x47000000, 0x7404 | set % 4 << 4)), by, lift);  // 2^15 + byte: exact
-    if (SCALES == 0) return read_scale(at + (set * 64 + row) * 2);
+    if (SCALES == 0) return read_scale(at + (set * 64 + row) * 2) * by;
     u32 code = read_byte(at + set * 64 + row);
-    if (SCALES == 1) return __uint_as_float(code << 23);
-    return __uint_as_float((code & 128) << 24 | (code & 127) << 20) * 0x1p120f;
+    if (SCALES == 1) return __uint_as_float(code << 23) * by;
+    return __uint_as_float((code & 128) << 24 | (code & 127) << 20) * (0x1p120f * by);
   }
 };
 
@@ -139,23 +139,28 @@ struct Codes {  // of a thread, 64 of K
   }
 };
 
+// What scales of rows g, and g + 8, are read times.
+__device__ __forceinline__ constexpr float by_scale(int h) {
+  return !INTEGERS ? 1 : ZEROS ? 64 / UNWIDENED : 64 / UNWIDENED * (IN_PLACE && h ? 0x1p123f : 0x1p127f);
+}
+#define SCALES_OF(at, row, there) {{at, row, there, by_scale(0)}, {at, row + 8, there, by_scale(1)}}
+#define SHIFTS_OF(at, row) {{at, row, SHIFTS, 1 / UNWIDENED}, {at, row + 8, SHIFTS, 1 / UNWIDENED}}
+
 struct Factors {  // of rows g and g + 8, twice: codes times ``by`` and ``add``; where each has a zero and a scale, ``times`` comes behind
   u32 by[2], add[2], times[2];
   // ``block``: its scales; ``row``: of the first.
   __device__ __forceinline__ void read(u32 block, u32 row, int set, Section (&scales)[2], Section (&shifts)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      constexpr float SHORT = 1 / UNWIDENED;
       u32 zero = ZEROS ? read_twice(block + SCALE_BYTES + (set * 64 + row + 8 * h) * 2) : 0;
       bool high = IN_PLACE && h;
       if (INTEGERS && (ZEROS || !SCALED_CODES)) {
         by[h] = high ? 0x7D007D00 : 0x7F007F00;  // 2^123, 2^127
         add[h] = ZEROS ? fma2(zero, 0xBC80BC80, BITS < 8 ? 0x40004000 : 0) : twice(-0x1p-6f * (1 << (BITS - 1)));  // of zeros without their 128
-        if (SCALED_CODES) times[h] = twice(scales[h].of(set) * (SHORT * 64));
+        if (SCALED_CODES) times[h] = twice(scales[h].of(set));
       } else if (INTEGERS) {
-        float scale = scales[h].of(set);
-        by[h] = twice(scale * (high ? SHORT * 0x1p123f * 64 : SHORT * 0x1p127f * 64));
-        add[h] = twice(SHIFTS ? shifts[h].of(set) * SHORT : scale * (-SHORT * (1 << (BITS - 1))));
+        by[h] = twice(scales[h].of(set));
+        add[h] = SHIFTS ? twice(shifts[h].of(set)) : mul2(by[h], 0x80008000u | 0x10001u << (BITS - 1 + (high ? 4 : 0)));  // of the middle code
       } else {
         add[h] = ZEROS ? zero : 0x43004300u;
         if (SCALED_CODES) times[h] = twice(scales[h].of(set));
@@ -176,6 +181,61 @@ struct Factors {  // of rows g and g + 8, twice: codes times ``by`` and ``add``;
   }
 };
 
+#if ROWS <= 16
+#define BY_WARP  // mma of one warp: the other waits for four of them, and takes as long for 8 rows as for more
+// Sums of even and odd sixteens of K are kept apart, so that half as many instructions wait for each other; where all of a step have one
+// scale, those of a step are.
+struct Packed {
+  float part[2][ROWS / 2];
+  u32 own = threadIdx.x % 128 * 16, row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  u32 place = threadIdx.x % 8 * 128 + (threadIdx.x % 32 / 8 ^ threadIdx.x % 8) * 16;  // of x that a lane reads: a row of eight, 16 bytes of four times as many
+
+  __device__ __forceinline__ Packed() { keep(own), keep(row), keep(place), clear(); }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) part[i / (ROWS / 2)][i % (ROWS / 2)] = 0;
+  }
+  __device__ __forceinline__ void step(float (&c)[ROWS / 2], u32 block, u32 inputs) {
+    constexpr int KINDS = SETS > 1 ? SETS / 2 : 1;
+    u32 side = block + CODE_BYTES, after = side + SCALE_BYTES;
+    Section scales[2] = SCALES_OF(side, row, SCALED_CODES), shifts[2] = SHIFTS_OF(after, row);
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      Factors factors[KINDS];
+      Codes codes(block + own, half);
+#pragma unroll
+      for (int k = 0; k < KINDS; k++) factors[k].read(side, row, SETS > 1 ? half * KINDS + k : 0, scales, shifts);
+      u32 x[ROWS / 8][SIXTEENS][2];
+#pragma unroll
+      for (int n = 0; n < ROWS / 8; n++)
+#pragma unroll
+        for (int j = 0; j < SIXTEENS; j += 2)
+          asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(x[n][j][0]), "=r"(x[n][j][1]), "=r"(x[n][j + 1][0]), "=r"(x[n][j + 1][1]) : "r"(inputs + (half * ROWS + n * 8) * 128 + (place ^ j * 32)) : "memory");
+#pragma unroll
+      for (int j = 0; j < SIXTEENS; j++) {
+        u32 a[4];
+        factors[j * KINDS / SIXTEENS].widen(a, codes, j);
+#pragma unroll
+        for (int n = 0; n < ROWS / 8; n++) {
+          float *sums = part[j % 2] + 4 * n;
+          asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x[n][j][0]), "r"(x[n][j][1]));
+        }
+      }
+    }
+    if (SCALED_CODES) return;
+    float scale[2] = {read_scale(side + row * 2), read_scale(side + row * 2 + 16)};
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) c[i] += scale[i / 2 % 2] * (part[0][i] + part[1][i]);
+    clear();
+  }
+  __device__ __forceinline__ void take(float (&c)[ROWS / 2]) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) c[i] += part[0][i] + part[1][i];
+  }
+};
+#else
 // A half's codes are widened while the half before is multiplied, of the step before, too. Where all sums of a step have one scale, they are
 // kept apart until then.
 struct Packed {
@@ -195,7 +255,7 @@ struct Packed {
   __device__ __forceinline__ void prepare(u32 block, int half) {
     constexpr int KINDS = SETS > 1 ? SETS / 2 : 1;
     u32 side = block + CODE_BYTES, after = side + SCALE_BYTES;
-    Section scales[2] = {{side, row, SCALED_CODES}, {side, row + 8, SCALED_CODES}}, shifts[2] = {{after, row, SHIFTS}, {after, row + 8, SHIFTS}};
+    Section scales[2] = SCALES_OF(side, row, SCALED_CODES), shifts[2] = SHIFTS_OF(after, row);
     Factors factors[KINDS];
     Codes codes(block + own, half);
 #pragma unroll
@@ -248,4 +308,5 @@ struct Packed {
     multiply(c, inputs, 1);
   }
 };
+#endif
 #endif

@@ -147,7 +147,7 @@ ring(const __grid_constant__ Map x_map, const unsigned char *__restrict__ blocks
 #pragma unroll
       for (int band = 0; band < HIGH; band++) {
         u32 side = codes_at - thread % 128 * 16 + band * BLOCK_BYTES + CODE_BYTES;
-        Section scales[2] = {{side, row, true}, {side, row + 8, true}};
+        Section scales[2] = SCALES_OF(side, row, true);
         factors[band].read(side, row, 0, scales, scales);
       }
 #pragma unroll

@@ -11,8 +11,6 @@
 //
 // With a gate, a tile has 8 rows of W and the 8 of V that belong to them in turn: both meet in one thread.
 //
-// Tiles of COLUMNS that are no whole GROUPS of 64 leave half of the last group's warps without rows: so tiles can be as many as processors.
-//
 // Weights of few bits (BITS) lie in blocks of 64 rows, as packed.cuh says, which multiplies them; with a gate their rows are dealt like that, too.
 // Widening takes more than four warps: so TURNS groups of them may have the 64 rows of a tile together, and steps in turn; the first adds up.
 //
@@ -22,12 +20,11 @@
 //
 // Behind matrix.cuh and early.cuh. Given from outside: ROWS, COLUMNS, STAGES, WAYS, KIND (-1: no gate), and mma(), the instruction for ROWS.
 #define TALL COLUMNS
-#define BANDS ((COLUMNS + 63) / 64)
+#define BANDS (COLUMNS / 64)
 #ifndef TURNS
 #define TURNS 1
 #endif
 #define GROUPS (TURNS > 1 ? TURNS : BANDS)
-#define HALVED (COLUMNS % 64 != 0)  // by 32
 #define OUTS (KIND < 0 ? TALL : TALL / 2)  // columns of y, a tile
 #ifdef TURNED
 #define PAIRED true  // rows of W lie as a gate's do, and columns of y side by side nevertheless
@@ -36,11 +33,9 @@
 #endif
 #ifdef BITS
 #define W_BYTES (BANDS * BLOCK_BYTES)
-#define NEW_BYTES (W_BYTES - HALVED * BLOCK_BYTES / 2)  // of it, that come
 #else
 #define DEPTH 64
 #define W_BYTES (TALL * DEPTH * 2)
-#define NEW_BYTES W_BYTES
 #endif
 #define X_BYTES (ROWS * DEPTH * 2)
 #define X_AT ((W_BYTES + 1023) / 1024 * 1024)
@@ -65,35 +60,9 @@ __device__ __forceinline__ void load_once(u32 to, const Map *map, int k, int row
       " [%0], [%1, {%3, %5, %5, %4}], [%2], %6;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row / 16), "r"(0), "l"(ONCE) : "memory");
 }
 #ifdef BITS
-// Where a group's rows of a tile are; of halved tiles every other one begins with the second half of the last group's block.
-__device__ __forceinline__ int block_of(int tile, int group) {
-  if (!HALVED) return tile * BANDS + (TURNS > 1 ? 0 : group);
-  int first = tile * (TALL / 32) / 2;
-  return group < GROUPS - 1 ? first + tile % 2 + group : tile % 2 ? first : first + group;
-}
 __device__ __forceinline__ void load_once(u32 to, const unsigned char *blocks, int step, int row, int steps, u32 bar) {
 #pragma unroll
-  for (int g = 0; g < BANDS - HALVED; g++) load_block(to + g * BLOCK_BYTES, blocks, block_of(row / TALL, g), step, steps, bar);
-  if (!HALVED) return;
-  int tile = row / TALL, half = tile % 2;
-  const unsigned char *from = blocks + ((u64)block_of(tile, GROUPS - 1) * steps + step) * BLOCK_BYTES;
-  auto copy = [&](int at, int size) {  // that half of it
-    load_bytes(to + (GROUPS - 1) * BLOCK_BYTES + at + half * (size / 2), from + at + half * (size / 2), size / 2, bar);
-  };
-  int at = 0;
-#pragma unroll
-  for (int plane = 8; plane; plane /= 2)
-    if (BITS & plane) {
-#pragma unroll
-      for (int i = 0; i < (plane == 8 ? 4 : 2); i++, at += min(plane, 4) * 512) copy(at, min(plane, 4) * 512);
-    }
-#pragma unroll
-  for (int section = 0; section < 1 + (ZEROS || SHIFTS); section++) {
-    if (SCALES == 3) copy(at, 128), copy(at + 128, 64 * SETS), at += SCALE_BYTES;
-    else
-#pragma unroll
-      for (int i = 0; i < SETS; i++, at += SCALE_BYTES / SETS) copy(at, SCALE_BYTES / SETS);
-  }
+  for (int g = 0; g < BANDS; g++) load_block(to + g * BLOCK_BYTES, blocks, row / 64 + g, step, steps, bar);
 }
 #define WEIGHTS const unsigned char *__restrict__ blocks
 #define UNIT , const float *units  // of each row of W as it lies: what it is multiplied by
@@ -123,6 +92,11 @@ __device__ __forceinline__ void load_once(u32 to, const unsigned char *blocks, i
 template <int COUNT = THREADS> __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory"); }
 // A barrier tells only a phase from the next: a group must use a stage every time, or never.
 static_assert(STAGES % TURNS == 0, "stages belong to one group each");
+#ifdef BY_WARP
+#define READERS (4 * BANDS)  // who say so when they have read a stage
+#else
+#define READERS BANDS
+#endif
 __device__ __forceinline__ u16 narrow(float v) { u16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v)); return r; }
 __device__ __forceinline__ float seen(const float *p) {
   float v;
@@ -160,7 +134,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
 #endif
     asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
-    for (int s = 0; s < STAGES; s++) { make(full + 8 * s, 1); make(empty + 8 * s, TURNS > 1 ? 1 : GROUPS); }
+    for (int s = 0; s < STAGES; s++) { make(full + 8 * s, 1); make(empty + 8 * s, READERS); }
     if (WAYS > 1) make(gathered, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (WAYS > 1) expect(gathered, (BLOCKS - blockIdx.x % WAYS + WAYS - 1) / WAYS * (WAYS - 1) * PART_BYTES);
@@ -171,7 +145,7 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     int ahead = min(deal.total, STAGES), s = 0, phase = 0, step = deal.begin, row = deal.tile * TALL, gate = late ? deal.total - LEAD : 0;
     auto weights = [&](int s) {
       u32 to = base + s * STAGE_BYTES, bar = full + 8 * s;
-      expect(bar, NEW_BYTES + X_BYTES);
+      expect(bar, W_BYTES + X_BYTES);
 #ifdef BITS
       load_once(to, blocks, step, row, deal.steps, bar);
 #else
@@ -224,21 +198,10 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       if (slice + j * SLICES < pieces) early[j] = seen(squares + (slice + j * SLICES) * tokens + mine);
   }
   int s = 0, phase = 0;
-  auto first_row = [&](int tile) {  // of W as it lies
-#ifdef BITS
-    return block_of(tile, group) * 64 + warp * 16 + lane / 4;
-#else
-    return tile * TALL + group * 64 + warp * 16 + lane / 4;
-#endif
-  };
+  auto first_row = [&](int tile) { return tile * TALL + (TURNS > 1 ? 0 : group * 64) + warp * 16 + lane / 4; };  // of W as it lies
   auto first_column = [&](int tile) {
-#ifdef BITS
-    bool none = HALVED && group == GROUPS - 1 && warp / 2 != tile % 2;
-#else
-    bool none = HALVED && group == GROUPS - 1 && warp / 2;
-#endif
     int row = first_row(tile);
-    return none ? 1 << 30 : PAIRED ? row / 16 * 8 + row % 8 : row;
+    return PAIRED ? row / 16 * 8 + row % 8 : row;
   };
   int apart = KIND >= 0 ? 0 : PAIRED ? outs / 2 : 8, end = KIND < 0 && PAIRED ? outs / 2 : outs;  // of a thread's two columns of y; of the first
   float offset[2], factor[2];  // bias (with a gate: of both) and scale of a thread's two columns
@@ -356,7 +319,11 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
       for (int j = 0; j < ROWS / 4; j++) own[j] = own_scales[(u64)min(j / 2 * 8 + pair + j % 2, tokens - 1) * deal.steps + deal.begin + k];
 #endif
       wait(full + 8 * s, phase);
-#ifdef BITS
+#ifdef BY_WARP
+      packed.step(c, base + s * STAGE_BYTES + own_block, base + s * STAGE_BYTES + X_AT);
+      __syncwarp();
+      if (lane == 0) arrive(empty + 8 * s);
+#elif defined(BITS)
       packed.first(c, base + s * STAGE_BYTES + own_block, full + 8 * s, phase);
       if (k >= TURNS && thread % 128 == 0) arrive(empty + 8 * before);
       packed.second(c, base + s * STAGE_BYTES + own_block, base + s * STAGE_BYTES + X_AT);
@@ -384,7 +351,9 @@ ring(const __grid_constant__ Map x_map, WEIGHTS, const float *squares, const u16
     }
 #ifdef BITS
     packed.take(c);
+#ifndef BY_WARP
     if (TURNS == 1 && thread % 128 == 0) arrive(empty + 8 * before);
+#endif
     if (TURNS > 1) {
       u32 beside = base + STAGES * STAGE_BYTES + (WAYS - 1) * OWN * PART_BYTES + thread % 128 * 16;
 #pragma unroll

@@ -67,9 +67,7 @@ class RingForm:
         tiles = self.tiles(shape)
         if self.many and (shape.outs % 8 or not (self.columns == 128 or self._fits_half(tiles <= processors))):
             return False
-        if self.stages < 2 or (
-            self.columns % 64 and (self.many or self.ways > 1 or shape.outs * (1 + shape.gated) % self.columns)
-        ):
+        if self.stages < 2:
             return False
         once = self.ways == self.turns == 1 or tiles * self.ways <= processors
         return once and (self.ways == 1 or shape.ins >= self.depth * self.ways)
@@ -96,16 +94,14 @@ class RingForm:
 
     @property
     def groups(self) -> int:
-        return max(self.blocks, self.turns)
-
-    @property
-    def blocks(self) -> int:
-        """Of 64 rows of the weight, a tile, the last one or a half."""
-        return -(-self.columns // packing.ROWS)
+        """Of four warps that multiply."""
+        return max(self.columns // 64, self.turns)
 
     @property
     def stage_bytes(self) -> int:
-        weights = 2 * DEPTH * self.columns if self.coding is None else self.blocks * self.coding.block_bytes
+        weights = (
+            2 * DEPTH * self.columns if self.coding is None else self.columns // packing.ROWS * self.coding.block_bytes
+        )
         return -(-weights // 1024) * 1024 + (1 if self.eight else 2) * self.depth * self.rows
 
     @property
@@ -152,7 +148,7 @@ def candidate_forms(
     most = 256 if many or ((coding is not None or eight) and rows < 64) else 128
     tried = (
         RingForm(rows, *size, late, coding, eight)
-        for size in product([each for each in (64, 128, 224, 256) if each <= most], range(1, _MOST_WAYS + 1))
+        for size in product([each for each in (64, 128, 256) if each <= most], range(1, _MOST_WAYS + 1))
         for late in (False, True)
     )
     return tuple(
@@ -227,7 +223,7 @@ def _form(row: list[Any]) -> tuple[int, RingForm | None]:
     if (
         type(late) is not bool
         or rows not in (*FEWER_ROWS, *ROWS, MOST_EIGHT, *MANY_ROWS)
-        or columns not in (64, 128, 224, 256)
+        or columns not in (64, 128, 256)
         or not 1 <= ways <= 8
         or most > rows
     ):
