@@ -14,10 +14,8 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import count as counted
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +28,8 @@ from headrace.errors import ConfigError
 from headrace.observe.metrics import StepTimes
 from headrace.observe.report import machine_facts, print_facts, table, write_json
 from headrace.request import SamplingParams, StepPlan, StepResult, StructuredOutputs
+from headrace.worker.judge import Coins
+from headrace.worker.rows import Rows
 
 PROMPT, COPIED = 48, 192  # tokens
 
@@ -100,20 +100,31 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
         "not measured: both sides ran in turn, in one engine", config=config.scheduler.speculative_config
     )
     print_facts(facts)
-    llm = LLM.from_config(config)
-    try:
-        prompts = _prompts(llm, args)
-        rows = []
-        for batch in args.batch:
-            for chance in args.imposed or [None]:
+    rows = []
+    for chance in args.imposed or [None]:
+        llm = LLM.from_config(config if chance is None else _imposed(config, chance))
+        try:
+            prompts = _prompts(llm, args)
+            if args.copying and chance is not None:
+                speculator = llm.engine.core.executor._runner._speculator  # type: ignore[attr-defined]
+                speculator.judge = _Copied(chance, speculator._rows, [each[:COPIED] for each in prompts])
+            for batch in args.batch:
                 rows.append(measure(llm, prompts, args, batch, chance))
                 print(table(tuple(rows[-1]), [tuple(rows[-1].values())]), flush=True)
-    finally:
-        llm.shutdown()
+        finally:
+            llm.shutdown()
     print(table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
     if args.output_json:
         write_json(args.output_json, {"facts": facts, "rows": rows})
     return 0
+
+
+def _imposed(config: EngineConfig, chance: float) -> EngineConfig:
+    """Coins judge, on every rank. Raises ConfigError where samples mean something."""
+    if config.model.load_format != "dummy":
+        raise ConfigError("--imposed is for random weights; give --load-format dummy, or leave it out.")
+    drafts = json.loads(config.scheduler.speculative_config or "{}") | {"acceptance": chance}
+    return replace(config, scheduler=replace(config.scheduler, speculative_config=json.dumps(drafts)))
 
 
 def measure(
@@ -122,17 +133,15 @@ def measure(
     """Both sides in turn; the first turn of each pays for first uses."""
     core, steps, sides = llm.engine.core, Steps(), dict[bool, list[Side]]()
     counts = core.scheduler.speculation.counts
-    copied = [each[:COPIED] for each in prompts] if args.copying else []
-    with _imposed(chance, copied):
-        for turn in range(args.turns + 1):
-            if turn == 1:
-                core.observe(steps)
-                before = counts.steps, sum(counts.drafted), sum(counts.accepted)
-            for drafts in (False, True):
-                side = _side(llm, prompts, args, batch, drafts)
-                if turn:
-                    sides.setdefault(drafts, []).append(side)
-        core.observe(None)
+    for turn in range(args.turns + 1):
+        if turn == 1:
+            core.observe(steps)
+            before = counts.steps, sum(counts.drafted), sum(counts.accepted)
+        for drafts in (False, True):
+            side = _side(llm, prompts, args, batch, drafts)
+            if turn:
+                sides.setdefault(drafts, []).append(side)
+    core.observe(None)
     verified, drafted, right = (
         now - old for now, old in zip((counts.steps, sum(counts.drafted), sum(counts.accepted)), before, strict=True)
     )
@@ -181,59 +190,27 @@ def _side(llm: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace, 
     return Side(sum(map(len, answers)), time.perf_counter() - seconds, time.process_time() - cpu, tuple(answers))
 
 
-@contextmanager
-def _imposed(chance: float | None, copied: Sequence[Sequence[int]]) -> Iterator[None]:
-    """A coin in place of the comparison with the samples. ``copied``: texts that the answers repeat."""
-    from headrace.worker import speculator as rule
+class _Copied(Coins):
+    """Of answers that repeat ``texts`` (by their first token), but where a coin says otherwise."""
 
-    if chance is None:
-        yield
-        return
-    place: Any = rule
-    asked, take, coin = rule.Speculator._counts, rule.Speculator._take, random.Random(0)
-    texts, rest = {text[0]: text for text in copied}, iter(list[int]())
+    alike = False
 
-    def tossed(drafts: Sequence[int], samples: Sequence[int]) -> tuple[list[int], range]:
-        tokens = list[int]()
-        for draft, sample in zip([*drafts, None], samples, strict=True):
-            right = coin.random() < chance
-            tokens.append(next(rest, sample) if right else sample)
-            if draft is None or not (right if not copied else tokens[-1] == draft):
+    def __init__(self, chance: float, rows: Rows, texts: Sequence[Sequence[int]]) -> None:
+        super().__init__(chance, *rows.token_ids.shape)
+        self._rows = rows
+        self._texts = {text[0]: text for text in texts}
+
+    def accepted(
+        self, row: int, length: int, drafts: Sequence[int], samples: Sequence[int | None]
+    ) -> tuple[list[int], range]:
+        text, tokens = self._texts[int(self._rows.token_ids[row, 0])], list[int]()
+        for at, (draft, sample) in enumerate(zip([*drafts, None], samples, strict=True)):
+            tokens.append(text[(length + at) % len(text)] if self._right[row, length + at] else int(sample or 0))
+            if tokens[-1] != draft:
                 break
+        places = np.arange(length, length + len(tokens), dtype=np.int32)
+        self._rows.put(np.full_like(places, row), places, np.array(tokens, dtype=np.int32))
         return tokens, range(1, len(tokens))
-
-    def counts(speculator: Any, drafts: Any, j: int, row: int) -> bool:
-        nonlocal rest
-        if copied:
-            text, at = texts[int(speculator._rows.token_ids[row, 0])], int(speculator._lengths[row])
-            rest = (text[each % len(text)] for each in counted(at))
-        return asked(speculator, drafts, j, row)
-
-    def written(speculator: Any, row: int, drafts: int, tokens: Sequence[int]) -> None:
-        take(speculator, row, drafts, tokens)
-        if copied:
-            at = np.arange(len(tokens), dtype=np.int32) + speculator._lengths[row]
-            speculator._rows.put(np.full_like(at, row), at, np.array(tokens, dtype=np.int32))
-
-    def tossed_all(drafts: Any, samples: Any) -> Any:
-        coins = np.array([[coin.random() < chance for _ in each] for each in drafts], dtype=bool)
-        return np.minimum.accumulate(coins, axis=1).sum(axis=1, dtype=np.int32)
-
-    patched = {
-        (place, "accepted"): tossed,
-        (place, "count_accepted"): tossed_all,
-        (place.Speculator, "_counts"): counts,
-        (place.Speculator, "_take"): written,
-        (place.Speculator, "_alike"): not copied,
-    }
-    kept = {(owner, name): getattr(owner, name) for owner, name in patched}
-    for (owner, name), value in patched.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for (owner, name), value in kept.items():
-            setattr(owner, name, value)
 
 
 def _prompts(llm: Any, args: argparse.Namespace) -> list[list[int]]:

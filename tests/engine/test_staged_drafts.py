@@ -60,9 +60,10 @@ class Line:
 
 
 def engine(folder: Path, stages: int, drafts: dict[str, Any] | None, *, ahead: bool = True, **more: int) -> EngineCore:
-    """``more``: blocks, tokens of a step, overlap."""
+    """``more``: blocks, tokens of a step, overlap. Weights are random where drafts have an ``acceptance``."""
+    load_format = "dummy" if drafts is not None and "acceptance" in drafts else "auto"
     config = EngineConfig(
-        model=ModelConfig(model=str(folder), dtype="float32", max_model_len=120),
+        model=ModelConfig(model=str(folder), dtype="float32", max_model_len=120, load_format=load_format),
         cache=CacheConfig(num_blocks=more.get("blocks", 40), block_size=8),
         scheduler=SchedulerConfig(
             max_num_seqs=6,
@@ -198,3 +199,20 @@ def test_stages_between_compute_no_run_that_is_known_to_be_void(
     belts: Any = core.executor._parts[0]._runner._pipe._belts  # type: ignore[attr-defined]
     left = {way for way, queue in belts.sent.items() if not queue.empty()}
     assert all(kind == "tokens" for kind, _ in left), "each stage took what was sent, but for the last tokens"
+
+
+@pytest.mark.parametrize(("chance", "stages"), [(1.0, 1), (1.0, 2), (0.7, 1), (0.7, 3), (0.0, 2)])
+def test_coins_judge_alike_on_every_stage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, chance: float, stages: int
+) -> None:
+    """Where weights are random nothing else could be right: runs in flight are used and refuted as coins say."""
+    monkeypatch.setattr(StagedRuns, "wanted", lambda *_: True)
+    core = engine(folder, stages, {**drafts_of(folder, 2), "acceptance": chance})
+    core.add(request(1, range(5, 25), max_tokens=90))
+    assert len(run(core).tokens[1, 0]) == 90
+    assert core.scheduler.speculation is not None
+    counts = core.scheduler.speculation.counts
+    assert sum(counts.accepted[:1]) / counts.drafted[0] == pytest.approx(chance, abs=0.0 if chance in (0, 1) else 0.2)
+    if stages > 1:
+        used, lost = counts.ahead["used"], counts.ahead["refuted"] + counts.ahead["spared"]
+        assert bool(used) == (chance > 0) and bool(lost) == (chance < 1)

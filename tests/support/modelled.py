@@ -62,7 +62,7 @@ def machine(
     config = SchedulerConfig(max_num_seqs=max_num_seqs, **{"max_num_batched_tokens": 512, **fields})
     settings = read_settings(config.speculative_config)
     info = info if settings is None else replace(info, max_drafts=settings.most)
-    drafting = None if settings is None else Drafting(settings.acceptance)
+    drafting = None if settings is None else Drafting(settings.expected)
     ratio = Disturbances(steadiness, 1).ratio
     executor = ModelledExecutor(info, StepTime(costs, PRICES).of_plan, clock, ratio=ratio, drafting=drafting)
     recorder = StepRecorder(costs, promise=config.max_step_seconds)

@@ -276,7 +276,7 @@ def examine_drafts(config: EngineConfig, device: str) -> dict[str, Any]:
     drafts_on = {kind: families.spec_from_config(each.config) for kind, (each, _) in found_on.items()}
     target = families.spec_from_config(find_source(config).config)
     found = placements(Pair(target, drafts_on, settings), config, devices, CONTEXT)
-    said = f"One stream of {CONTEXT:,} tokens, a draft right with probability {settings.acceptance:g} (acceptance); {memory_of(devices)}."
+    said = f"One stream of {CONTEXT:,} tokens, a draft right with probability {settings.expected:g} (acceptance); {memory_of(devices)}."
     drafts = {
         "said": [said, *_formats_of(found_on), advice(found, device)],
         "placements": [asdict(each) for each in found],

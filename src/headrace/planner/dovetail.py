@@ -99,7 +99,7 @@ def _placement(
     lengths = [pair.settings.fixed] if pair.settings.fixed is not None else range(1, pair.settings.most + 1)
     ahead = apart and config.device.drafts_ahead
     speeds = {
-        count: _speed(pair.settings.acceptance, count, *_seconds(target, draft, count, context), ahead=ahead)
+        count: _speed(pair.settings.expected, count, *_seconds(target, draft, count, context), ahead=ahead)
         for count in lengths
     }
     best = max(speeds, key=speeds.__getitem__)

@@ -165,7 +165,7 @@ def create_core(
         ahead = config.device.drafts_ahead
         info = replace(info, max_drafts=settings.most, runs_ahead=ahead and info.stages > 1)
         ahead = ahead and settings.device is not None and settings.tree is None
-        drafting = Drafting(settings.acceptance, settings.draft_cost, draft_seconds, settings.tree or 1, ahead)
+        drafting = Drafting(settings.expected, settings.draft_cost, draft_seconds, settings.tree or 1, ahead)
     executor = ModelledExecutor(info, step_time.of_plan, clock, ratio=ratio, drafting=drafting)
     core = EngineCore(
         executor,

@@ -22,6 +22,7 @@ _ELSEWHERE = ("medusa", "mlp_speculator")
 _COMPUTING = ("draft_model", *HEADS)
 _WITH_MODEL = ("draft_model", "eagle", "eagle3")
 _WHOLE = "draft_tensor_parallel_size"
+_USUAL_ACCEPTANCE = 0.7
 _ALSO_MTP = "_mtp"  # deepseek_mtp, mimo_mtp, qwen3_next_mtp …: the target says which it is
 
 
@@ -33,9 +34,9 @@ class SpeculativeSettings:
     proposed here. ``suffix_tokens``: of earlier answers that are kept for each tenant. ``disable_by_batch_size``: from
     so many running sequences on nothing is drafted. ``draft_memory``: all that a draft model or head may hold, in bytes,
     or as a share (below 1) of that and all keys and values. ``quantization``: of a draft model, as ``--quantization`` has
-    it for the target; ``auto``: FP8 where that pays (models/draft_source.py). In simulations alone: ``acceptance``, how likely a draft is right
-    when those before it are; ``draft_cost``, what proposing one more for all rows takes, as a share of the target's
-    step."""
+    it for the target; ``auto``: FP8 where that pays (models/draft_source.py). ``acceptance``: how likely a draft is right
+    when those before it are, in simulations, and of models with random weights, where coins decide then (worker/judge.py).
+    In simulations alone: ``draft_cost``, what proposing one more for all rows takes, as a share of the target's step."""
 
     method: str
     model: str | None = None
@@ -48,7 +49,7 @@ class SpeculativeSettings:
     draft_memory: float | None = None
     device: str | None = None
     quantization: str = "auto"
-    acceptance: float = 0.7
+    acceptance: float | None = None
     draft_cost: float = 0.0
 
     @property
@@ -57,6 +58,11 @@ class SpeculativeSettings:
         if self.tree is not None:
             return self.num_speculative_tokens or MOST_DRAFTS
         return self.num_speculative_tokens or (MOST_DRAFTS // 2 if self.method in _COMPUTING else MOST_DRAFTS)
+
+    @property
+    def expected(self) -> float:
+        """``acceptance``, as far as a plan goes."""
+        return _USUAL_ACCEPTANCE if self.acceptance is None else self.acceptance
 
     @property
     def fixed(self) -> int | None:

@@ -40,6 +40,7 @@ from headrace.worker.draft_setup import DraftPlace, DraftSetup, draft_memory, lo
 from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.host import available_memory
+from headrace.worker.judge import Coins, Judge
 from headrace.worker.memory import GIB, KVPlan, bounds, buckets_up_to, row_bytes
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
@@ -249,9 +250,14 @@ class Drafting:
         """``kv_caches``: the target's; ``caches``: the draft's."""
         settings = self._setup.speculative
         proposer = None if settings is None else self._create_proposer(settings, rows, caches, graphs)
-        if proposer is None or self._pipe is None:
-            return None if proposer is None else Speculator(rows, proposer, kv_caches, self._setup.kv)
-        return StagedSpeculator(rows, proposer, self._pipe)
+        if proposer is None or settings is None:
+            return None
+        judge = Judge()
+        if settings.acceptance is not None and self._setup.config.model.load_format == "dummy":
+            judge = Coins(settings.acceptance, *rows.token_ids.shape)
+        if self._pipe is None:
+            return Speculator(rows, proposer, kv_caches, self._setup.kv, judge)
+        return StagedSpeculator(rows, proposer, self._pipe, judge)
 
     def _create_proposer(
         self, settings: SpeculativeSettings, rows: Rows, caches: Sequence[Tensor], graphs: DecodeGraphs | None

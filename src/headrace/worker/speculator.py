@@ -30,7 +30,7 @@ from headrace.request import DraftsAhead, NewRow, Singles, StepPlan, TokenLogpro
 from headrace.spec import KVFormat
 from headrace.speculative.lookup import Lookup
 from headrace.speculative.tree import Tree
-from headrace.speculative.verify import accepted
+from headrace.worker.judge import Judge
 from headrace.worker.rows import Ints, PackedTree, Packing, Rows, ints, places_on, within
 
 Tokens = Sequence[tuple[int, ...]]
@@ -167,16 +167,22 @@ class Drafts:
 
 class Speculator:
     """Follows every plan of a worker, whether anything is drafted in it or not. ``kv_caches``: the target's, held as
-    ``kv``, in which accepted branches of trees are moved."""
+    ``kv``, in which accepted branches of trees are moved. ``judge``: of chains; samples judge, if not said otherwise."""
 
     _alike = True  # rows with as many drafts are taken together
 
     def __init__(
-        self, rows: Rows, proposer: Proposer, kv_caches: Sequence[Tensor] = (), kv: KVFormat | None = None
+        self,
+        rows: Rows,
+        proposer: Proposer,
+        kv_caches: Sequence[Tensor] = (),
+        kv: KVFormat | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self._rows = rows
         self._kv_caches, self._kv = kv_caches, kv
         self._proposer = proposer
+        self.judge = judge or Judge()
         self._lengths = np.zeros(len(rows.traits), dtype=np.int32)  # tokens of each row that are known or sampled
         self._taken: set[int] = set()  # rows in use
         self._last: StepPlan | None = None  # the step before, as it was computed
@@ -273,7 +279,13 @@ class Speculator:
     ) -> tuple[Tokens, Logprobs, Mapping[int, str]]:
         """From samples at every place to the tokens that each row gets, with what goes with them. A sample after a
         right draft that is not usable is none: the next step finds that out again, as its first."""
-        if self._alike and isinstance(tokens, Singles) and len(each := set(drafts.counts)) == 1 and not drafts.trees:
+        if (
+            self._alike
+            and self.judge.alike
+            and isinstance(tokens, Singles)
+            and len(each := set(drafts.counts)) == 1
+            and not drafts.trees
+        ):
             return self._end_alike(drafts, each.pop(), tokens.column), {}, {}
         taken: list[tuple[int, ...]] = []
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}
@@ -290,15 +302,18 @@ class Speculator:
                 taken.append(())
                 first += len(samples)
                 continue
-            mine, path = accepted(proposed, samples) if tree is None else tree.accepted(proposed, samples)
+            known = int(self._lengths[row])
+            mine, path = (
+                self.judge.accepted(row, known, proposed, samples) if tree is None else tree.accepted(proposed, samples)
+            )
             if not mine:
                 failed[j] = errors[first]
             elif tree is not None:
-                branches.append(Branch(row, int(self._lengths[row]), path, mine))
+                branches.append(Branch(row, known, path, mine))
             taken.append(tuple(mine))
             if first in logprobs:
                 scores[j] = tuple(entry for at in (0, *path) for entry in logprobs[first + at])[: len(mine)]
-            self._proposer.took(row, int(self._lengths[row]), mine)
+            self._proposer.took(row, known, mine)
             self._take(row, len(proposed), mine)
             self._lengths[row] += max(1, len(mine))
             first += len(samples)
@@ -311,10 +326,11 @@ class Speculator:
         rows = np.array(drafts.rows)
         samples = np.array(tokens, dtype=np.int32).reshape(len(rows), count + 1)
         proposed = drafts.proposal.table()[drafts.which, :count] if count else samples[:, :0]
-        ends = (count_accepted(proposed, samples) + 1).tolist()
+        lengths = self._lengths[rows]
+        ends = (self.judge.count(rows, lengths, proposed, samples) + 1).tolist()
         taken = [tuple(each[:end]) for each, end in zip(samples.tolist(), ends, strict=True)]
         if self._proposer.remembers:
-            for row, length, mine in zip(drafts.rows, self._lengths[rows].tolist(), taken, strict=True):
+            for row, length, mine in zip(drafts.rows, lengths.tolist(), taken, strict=True):
                 self._proposer.took(row, length, mine)
         self._lengths[rows] += ends
         return taken
@@ -325,11 +341,6 @@ class Speculator:
 
     def _take(self, row: int, drafts: int, tokens: Sequence[int]) -> None:
         """A row gets these, of so many drafts and one more. Whoever sampled them has written them."""
-
-
-def count_accepted(drafts: Ints, samples: Ints) -> Ints:  # [rows]
-    """How many of the first of each row's ``drafts`` [rows, n] are right, by usable ``samples`` [rows, n + 1]."""
-    return np.asarray(np.minimum.accumulate(drafts == samples[:, :-1], axis=1).sum(axis=1, dtype=np.int32))
 
 
 def with_samples(plan: StepPlan, work: Ints, each_drafts: Ints, **changes: Any) -> StepPlan:

@@ -33,6 +33,7 @@ import torch
 
 from headrace.parallel.pipeline import Pipe
 from headrace.request import DraftsAhead, StepPlan
+from headrace.worker.judge import Judge
 from headrace.worker.rows import Ints, Rows, ints
 from headrace.worker.speculator import Drafts, Proposal, Proposer, Speculator, as_array, with_samples
 
@@ -47,8 +48,8 @@ class StagedSpeculator(Speculator):
 
     _alike = False
 
-    def __init__(self, rows: Rows, proposer: Proposer, pipe: Pipe) -> None:
-        super().__init__(rows, proposer)
+    def __init__(self, rows: Rows, proposer: Proposer, pipe: Pipe, judge: Judge | None = None) -> None:
+        super().__init__(rows, proposer, judge=judge)
         self._pipe = pipe
         # all but the last stage: tokens of each row with the drafts that are on their way; 0: all that it has is true
         self._ends: Ints = np.zeros(len(rows.traits), dtype=np.int32)
@@ -106,7 +107,8 @@ class StagedSpeculator(Speculator):
 
     def _goes_on(self, row: int, place: int, token: int) -> bool:
         """Whether this is the row's last token."""
-        return bool(self._lengths[row] == place + 1 and self._rows.token_ids[row, place] == token)
+        equal = self._lengths[row] == place + 1 and bool(self._rows.token_ids[row, place] == token)
+        return bool(self._lengths[row] == place + 1) and self.judge.goes_on(row, place, equal=equal)
 
     def _counts(self, drafts: Drafts, j: int, row: int) -> bool:
         """A stage in between may hear of samples when their row has begun again after them."""
@@ -119,7 +121,8 @@ class StagedSpeculator(Speculator):
             return
         begin, ids = int(self._lengths[row]), self._rows.token_ids[row]
         end = begin + drafts
-        if self._ends[row] == end or len(tokens) <= drafts or int(ids[end]) != tokens[-1]:
+        goes_on = self._ends[row] != end and len(tokens) > drafts
+        if not (goes_on and self.judge.goes_on(row, end, equal=int(ids[end]) == tokens[-1])):
             self._ends[row] = 0  # nothing is on its way, or it is refuted
         ids[begin : begin + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype, device=ids.device)
 
