@@ -267,6 +267,7 @@ def test_answers_may_be_read_once_all_have_ended() -> None:
         happened.clear()
         generator = Late(cast(Any, Client()), "m", "completions", 3, as_ids=True, reads_late=late)
         asyncio.run(generator.run([Conversation((Turn((number,), 5),)) for number in (1, 2, 3)]))
+        generator.read_late()
         assert happened == order and [sample.arrivals for sample in generator.samples] == [[1.0], [1.0], []]
         assert [bool(sample.error) for sample in generator.samples] == [False, False, True]
 

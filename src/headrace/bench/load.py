@@ -73,8 +73,8 @@ class LoadGenerator:
         extra: Mapping[str, Any] | None = None,
         reads_late: bool = False,
     ) -> None:
-        """``extra``: goes with each request. ``reads_late``: answers are read once all have ended, for reading one takes
-        half a millisecond in which arrivals of the others are not seen; not where what was answered is sent again."""
+        """``extra``: goes with each request. ``reads_late``: answers are read by ``read_late``, for reading one takes half a
+        millisecond in which arrivals of the others are not seen; not where what was answered is sent again."""
         self._extra = extra or {}
         self._unread: list[tuple[Sample, Answer]] | None = [] if reads_late else None
         self.samples: list[Sample] = []
@@ -98,14 +98,12 @@ class LoadGenerator:
             raise BenchFailed(f"Every warm-up request failed: {why}. {_remedy(int(status[1]) if status else 0)}")
         self.samples.clear()
 
-    async def run(self, conversations: Sequence[Conversation]) -> None:
-        try:
-            await self._run(conversations)
-        finally:
-            for sample, answer in self._unread or ():
-                self._read(sample, answer)
+    def read_late(self) -> None:
+        """What ``reads_late`` left."""
+        for sample, answer in self._unread or ():
+            self._read(sample, answer)
 
-    async def _run(self, conversations: Sequence[Conversation]) -> None:
+    async def run(self, conversations: Sequence[Conversation]) -> None:
         origin = time.perf_counter()
         if any(conversation.arrival is None for conversation in conversations):
             queue, workers = iter(conversations), int(min(len(conversations), self._concurrency))

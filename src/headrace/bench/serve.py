@@ -168,6 +168,7 @@ async def measure_load(client: HttpClient, generator: LoadGenerator, conversatio
         stopped = True
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     meter.cancel()
+    generator.read_late()
     steps = step_figures(before, await read_steps(client))
     await client.close()
     return Outcome(generator.model, generator.samples, seconds, lags, cpu, steps, stopped)
