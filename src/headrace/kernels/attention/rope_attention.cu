@@ -71,6 +71,7 @@ struct Params {
 };
 
 struct Shared {
+  u32 norms[NORMED ? D : 1];  // weights of q's, then of k's: in registers they would leave none
   float sums[WARPS][G][PITCH];
   float peak[WARPS][8], mass[WARPS][8];
   int complete[2];
@@ -295,18 +296,19 @@ __device__ __forceinline__ void turn(u32& first, u32& second, const Angle& a) {
   second = pack(u * a.cos.x + x * a.sin.x, v * a.cos.y + y * a.sin.y);
 }
 
-// The weights of norms, as lanes have q and k; what nobody writes.
-struct Weights { u32 query[STEPS][2], key[2]; };
+// The weights of norms, which nobody writes: each warp leaves all of them, and reads its own. ``element``: an even one.
+__device__ __forceinline__ Shared& shared_of() { return *reinterpret_cast<Shared*>(memory + WARPS * RING); }
 
-__device__ __forceinline__ void load_weights(Weights& w, const Params& p, int lane) {
+__device__ __forceinline__ void load_weights(const Params& p, int lane) {
   if (!NORMED) return;
 #pragma unroll
-  for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) w.query[s][h] = word_at(p.q_norm + apart(s, h) + mine_of(lane));
-#pragma unroll
-  for (int i = 0; i < 2; ++i) w.key[i] = word_at(p.k_norm + i * HALF + 2 * lane % HALF);
+  for (int i = 0; i < D / 32; ++i) {
+    int element = 2 * (lane + 32 * i);
+    shared_of().norms[element / 2] = word_at((element < D ? p.q_norm : p.k_norm) + element % D);
+  }
+  __syncwarp();
 }
+__device__ __forceinline__ u32 weight_of(bool key, int element) { return shared_of().norms[(key * D + element) / 2]; }
 
 __device__ __forceinline__ float squared(u32 v) { return low(v) * low(v) + high(v) * high(v); }
 __device__ __forceinline__ u32 normed(u32 v, u32 weight, float rstd) { return pack(low(v) * rstd * low(weight), high(v) * rstd * high(weight)); }
@@ -408,7 +410,7 @@ __device__ __forceinline__ void whole_query(Newest& n, const Params& p, int lane
   }
 }
 
-__device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Weights& w, const Params& p, int lane) {
+__device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Params& p, int lane) {
   if (NORMED) {
     float sum = 0.0f;
 #pragma unroll
@@ -417,7 +419,7 @@ __device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Wei
 #pragma unroll
     for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) n.query[s][h] = normed(n.query[s][h], w.query[s][h], rstd);
+      for (int h = 0; h < 2; ++h) n.query[s][h] = normed(n.query[s][h], weight_of(false, apart(s, h) + mine_of(lane)), rstd);
   }
   if (FRESH) {
 #pragma unroll
@@ -476,13 +478,13 @@ __device__ __forceinline__ void place_coded(Newest& n, const Params& p, const Pl
 }
 
 // The newest key and value: among the others of this unit, and in the cache.
-__device__ __forceinline__ void place_newest(Newest& n, const Params& p, const Place& at, const Weights& w, u32 slice, int lane) {
+__device__ __forceinline__ void place_newest(Newest& n, const Params& p, const Place& at, u32 slice, int lane) {
   int row = (at.context - 1) % KEYS;
   long long to = n.slot / BLOCK * p.block_stride + at.head * p.head_stride + n.slot % BLOCK * D;
   if (NORMED) {
     float rstd = rstd_of<HALF / 2>(squared(n.key[0]) + squared(n.key[1]), p);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) n.key[i] = normed(n.key[i], w.key[i], rstd);
+    for (int i = 0; i < 2; ++i) n.key[i] = normed(n.key[i], weight_of(true, i * HALF + 2 * lane % HALF), rstd);
   }
   turn(n.key[0], n.key[1], n.angle);
   if (KV) return place_coded(n, p, at, slice, lane);
@@ -872,7 +874,7 @@ __device__ __forceinline__ void join_all(const Params& p, int sequence, int head
 
 // What a warp or a team asks for before its first unit.
 template <int TEAM>
-__device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Weights& weights, Newest& following, const Params& p, const Place& at,
+__device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Newest& following, const Params& p, const Place& at,
                                           long long position, int units, u32 ring, int warp, int lane) {
   Copies first[STAGES];
   const bool ends = at.tiles - at.step <= units;
@@ -882,7 +884,7 @@ __device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Weight
   find_first<TEAM>(first, copies, p, warp);
   if (p.early) copy_first<TEAM>(first, p, ring, warp, lane);
   load_angles(angles, p, at.sequence, position, lane);
-  load_weights(weights, p, lane);
+  load_weights(p, lane);
   wait_for_before();
   load_newest<TEAM>(following, angles, p, at, ends, warp, lane);
   if (!p.early) copy_first<TEAM>(first, p, ring, warp, lane);  // behind all those keys the query would come late
@@ -891,7 +893,7 @@ __device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Weight
 // A program's span of the line.
 __device__ __forceinline__ void take_span(const Params& p, const Record& mine, int warp, int lane) {
   constexpr int TEAM = WARPS;
-  Shared& s = *reinterpret_cast<Shared*>(memory + WARPS * RING);
+  Shared& s = shared_of();
   const u32 ring = (u32)__cvta_generic_to_shared(memory) + warp * RING;
   if (mine.begin >= mine.end) {
     wait_for_before();
@@ -904,9 +906,8 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
   const int begin = mine.begin, end = mine.end;
   Copies copies;
   Angles angles;
-  Weights weights;
   Newest newest, following;
-  ask_first<TEAM>(copies, angles, weights, following, p, at, position, end - begin, ring, warp, lane);
+  ask_first<TEAM>(copies, angles, following, p, at, position, end - begin, ring, warp, lane);
   u32 offset = 0;
   Softmax sums;
   Place ended = at;
@@ -922,7 +923,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
     }
     if (opens || unit == begin) {
       newest = following;
-      turn_query(newest, angles, weights, p, lane);
+      turn_query(newest, angles, p, lane);
       clear(sums);
       int behind = unit + at.tiles - at.step;
       if (behind < end) {  // what the next pair needs is on its way during all of this one
@@ -936,7 +937,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
       asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
       __syncwarp();
       if (last && newest.owned) {
-        place_newest(newest, p, at, weights, ring + offset, lane);
+        place_newest(newest, p, at, ring + offset, lane);
         __syncwarp();
       }
       int first = first_key<TEAM>(at, warp);
@@ -989,14 +990,13 @@ __device__ __forceinline__ void take_pairs(const Params& p, Place at, int contex
   for (int i = 1; i < pairs; ++i) units += tiles_of<TEAM>(context_of(p, at.sequence + (at.head + i) / HK));
   Copies copies;
   Angles angles;
-  Weights weights;
   Newest newest, following;
-  ask_first<TEAM>(copies, angles, weights, following, p, at, position, units, ring, 0, lane);
+  ask_first<TEAM>(copies, angles, following, p, at, position, units, ring, 0, lane);
   u32 offset = 0;
   for (; pairs > 0; --pairs) {
     Softmax sums;
     newest = following;
-    turn_query(newest, angles, weights, p, lane);
+    turn_query(newest, angles, p, lane);
     clear(sums);
     if (pairs > 1) {
       Place then = at;
@@ -1008,7 +1008,7 @@ __device__ __forceinline__ void take_pairs(const Params& p, Place at, int contex
       asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
       __syncwarp();
       if (at.step + 1 == at.tiles && newest.owned) {
-        place_newest(newest, p, at, weights, ring + offset, lane);
+        place_newest(newest, p, at, ring + offset, lane);
         __syncwarp();
       }
       int first = first_key<TEAM>(at, 0);
