@@ -48,7 +48,7 @@ class ApartDrafts(Proposer):
         self._target = target
         self.side = side
         self._most_tokens = most_tokens
-        self._known: Ints = np.zeros(len(target.traits), dtype=np.int32)  # tokens of each row that both sides have
+        self._known = target.column()  # tokens of each row that both sides have
         self._stop = Event()
         self._begun: deque[tuple[Future[None], int]] = deque()
         self._held: list[Callable[[], None]] = []
@@ -155,8 +155,8 @@ class DraftSide:
         self._block_size = block_size
         self._ahead = ahead
         self._runs = RunsAhead()
-        self._ends: Ints = np.zeros(len(rows.traits), dtype=np.int32)  # of what was drawn after each row's last token
-        self._drawn: Ints = np.zeros(len(rows.traits), dtype=np.int32)  # of that, ahead
+        self._ends = rows.column()  # of what was drawn after each row's last token
+        self._drawn = rows.column()  # of that, ahead
         self._spared = 0  # tokens of runs that were cancelled before they were drawn
 
     def begins(self, plan: StepPlan, before: dict[int, int], told: Truth, compute: bool) -> None:

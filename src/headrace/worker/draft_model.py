@@ -33,7 +33,7 @@ from headrace.request import StepPlan
 from headrace.worker.draft_blocks import DraftBlocks
 from headrace.worker.draft_setup import MOST_PENDING
 from headrace.worker.graphs import DecodeGraphs
-from headrace.worker.rows import Gather, Ints, Rows, Trait, ints, pack, places_on, ship_all, within
+from headrace.worker.rows import Gather, Ints, Rows, Trait, ints, iota, pack, places_on, ship_all, within
 from headrace.worker.sampler import Draw, SampleBatch, Sampler, draw_of
 from headrace.worker.speculator import Proposal, Proposer
 
@@ -107,7 +107,7 @@ class Drawing(Proposer):
         for first in range(0, len(rows), self._most_logits):
             piece = slice(first, first + self._most_logits)
             row, position = rows[piece], positions[piece]
-            every = np.arange(len(row), dtype=np.int32)
+            every = iota(len(row))
             batch = SampleBatch(row, position, every, np.full(len(row), depth, dtype=np.int32))
             tokens = self._sampler.propose(score(hidden[piece]).float(), batch)
             self._rows.put(row, position, tokens.to(torch.int32))
@@ -162,7 +162,7 @@ class DraftModel(Drawing):
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(groups)
         self._told = told
-        self._computed = np.full(len(rows.traits), _UNKNOWN, dtype=np.int32)  # tokens of each row whose keys are there
+        self._computed = rows.column(_UNKNOWN)  # tokens of each row whose keys are there
 
     def begins(self, plan: StepPlan, *, compute: bool = True) -> None:
         """Computes what is new of prompts, or leaves that to ``propose``. Of a new row its first chunk says what was found in the cache: whoever
@@ -363,7 +363,7 @@ class HeadDrafter(Drawing):
         self._kv_cache = kv_cache
         self._group = group
         self._held = tap.out.new_zeros(len(rows.traits), head.spec.carried)  # of each row's last computed position
-        self._at = np.full(len(rows.traits), _NOTHING, dtype=np.int32)  # which that is
+        self._at = rows.column(_NOTHING)  # which that is
 
         self._pending: list[_Entries] = []
 
@@ -391,7 +391,7 @@ class HeadDrafter(Drawing):
         carried = self._head.carried(self._tap.out[: int(counts.sum())])
         self._write(rows, starts, ends, firsts, carried)
         holders = np.concatenate([rows, ints(plan.sample_rows)])
-        work = np.concatenate([np.arange(len(rows), dtype=np.int32), ints(plan.sample_work)])
+        work = np.concatenate([iota(len(rows)), ints(plan.sample_work)])
         row, source = places_on(self._rows.device, holders, (firsts + ends - starts)[work] - 1)
         self._held[row] = carried[source]
         self._at[holders] = ends[work] - 1

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.kernels.sampling.reference import vocabulary_noise
 from headrace.speculative.tree import Belief, Found, Growing, Node, Tree
 from headrace.worker.draft_model import DraftModel, chunk_plan
-from headrace.worker.rows import Ints, PackedTree, Packing, Trait, places_on
+from headrace.worker.rows import Ints, PackedTree, Packing, Trait, iota, places_on
 from headrace.worker.speculator import Proposal
 
 _GROWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED
@@ -104,7 +104,7 @@ class TreeDrafts(DraftModel):
         """One pass over the frontiers ``nodes`` of these rows."""
         self._write(rows, lengths, [[n.place - 1 for n in each] for each in nodes], [[n.token for n in each] for each in nodes])  # fmt: skip
         counts = np.array([len(each) for each in nodes], dtype=np.int32)
-        chunk = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+        chunk = np.repeat(iota(len(rows)), counts)
         place, depth = (np.array([getattr(n, name) for each in nodes for n in each], dtype=np.int32) for name in ("place", "depth"))  # fmt: skip
         ancestors = np.array([n.ancestors for each in nodes for n in each], dtype=np.int64)
         root = lengths - 1

@@ -112,9 +112,14 @@ def ints(values: ArrayLike) -> Ints:
     return np.asarray(values, dtype=np.int32)
 
 
+def iota(count: int) -> Ints:
+    """0, 1, … of so many."""
+    return np.arange(count, dtype=np.int32)
+
+
 def within(counts: Ints) -> Ints:  # [Σ counts]
     """0, 1, … for each of them."""
-    return np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
+    return iota(counts.sum()) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +219,7 @@ def _bad_words(words: tuple[tuple[int, ...], ...]) -> BadWords | None:
         last=np.array([word[-1] for word in words], dtype=np.int32),
         lengths=lengths,
         prefix=np.array([token for word in words for token in word[:-1]], dtype=np.int32),
-        entry=np.repeat(np.arange(len(words), dtype=np.int32), lengths),
+        entry=np.repeat(iota(len(words)), lengths),
         distance=np.array([len(word) - 1 - i for word in words for i in range(len(word) - 1)], dtype=np.int32),
     )
 
@@ -290,6 +295,10 @@ class Rows:
         self.traits = np.zeros(max_rows, dtype=np.int32)  # Trait bits, so that a step asks about all its rows at once
         self.num_prompt_tokens = np.zeros(max_rows, dtype=np.int32)
         self.adapter_slots = np.full(max_rows, NO_SLOT, dtype=np.int32)
+
+    def column(self, value: int = 0) -> Ints:  # [rows]
+        """A number kept for each row, as it begins."""
+        return np.full(len(self.traits), value, dtype=np.int32)
 
     @property
     def num_bytes(self) -> int:
@@ -444,7 +453,7 @@ class Packing:
     def alone(self) -> tuple[Ints, Ints, Ints]:
         """As ``Alone`` has them: chunks, contexts and query starts of the wanted tokens."""
         assert self.wanted is not None
-        return self.chunk[self.wanted], self.position[self.wanted] + 1, np.arange(len(self.wanted) + 1, dtype=np.int32)
+        return self.chunk[self.wanted], self.position[self.wanted] + 1, iota(len(self.wanted) + 1)
 
     def sampled(self, plan: StepPlan) -> Ints:  # [samples]
         """The packed token whose logits each of the plan's samples reads."""
@@ -491,15 +500,15 @@ def pack(plan: StepPlan, *, padded: bool, prune: bool = False, first: bool = Fal
 def _pack(plan: StepPlan, padded: bool) -> Packing:
     starts, counts = ints(plan.starts), ints(plan.counts)
     if (counts == 1).all():  # a decode step: nothing to lay out
-        every = np.arange(len(counts) + 1, dtype=np.int32)
+        every = iota(len(counts) + 1)
         return Packing(every, starts + 1, every[:-1], starts)
     lengths = np.full_like(counts, counts.max()) if padded else counts
     query_start = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(lengths, out=query_start[1:])
-    chunk = np.repeat(np.arange(len(counts), dtype=np.int32), lengths)
+    chunk = np.repeat(iota(len(counts)), lengths)
     context = starts + counts
     # The last token of a chunk sits at context - 1, and each packed token before it one position lower.
-    offset = np.arange(query_start[-1], dtype=np.int32) - query_start[1:][chunk]
+    offset = iota(query_start[-1]) - query_start[1:][chunk]
     position = context[chunk] + offset
     return Packing(query_start, context, chunk, np.where(position >= starts[chunk], position, -1).astype(np.int32))
 
@@ -562,7 +571,7 @@ class Gather:
         return tokens > chunks and tokens >= self._least_spread and packing.position.min() >= 0
 
     def _spread(self, share: KeyShare, plan: StepPlan, packing: Packing, slots: Ints | None) -> ForwardInputs:
-        wanted = np.arange(len(packing.chunk), dtype=np.int32) if packing.wanted is None else packing.wanted
+        wanted = iota(len(packing.chunk)) if packing.wanted is None else packing.wanted
         found = spread_rows(share, packing.context, packing.chunk, packing.position, wanted)
         real = found.tokens >= 0
         parts = (
@@ -578,7 +587,7 @@ class Gather:
             found.passed_context,
             packing.chunk[wanted],
             share.keys(packing.position[wanted]),
-            np.arange(len(wanted) + 1, dtype=np.int32),
+            iota(len(wanted) + 1),
         )
         row, start, ends, chunk, position, context, picked, order, *passed = ship_all(self._rows.device, *parts)
         *passed, alone = *passed[:2], Alone(*passed[2:])

@@ -31,7 +31,7 @@ from headrace.spec import KVFormat
 from headrace.speculative.lookup import Lookup
 from headrace.speculative.tree import Tree
 from headrace.worker.judge import Judge
-from headrace.worker.rows import Ints, PackedTree, Packing, Rows, ints, places_on, within
+from headrace.worker.rows import Ints, PackedTree, Packing, Rows, ints, iota, places_on, within
 
 Tokens = Sequence[tuple[int, ...]]
 Logprobs = Mapping[int, tuple[TokenLogprobs, ...]]
@@ -183,7 +183,7 @@ class Speculator:
         self._kv_caches, self._kv = kv_caches, kv
         self._proposer = proposer
         self.judge = judge or Judge()
-        self._lengths = np.zeros(len(rows.traits), dtype=np.int32)  # tokens of each row that are known or sampled
+        self._lengths = rows.column()  # tokens of each row that are known or sampled
         self._taken: set[int] = set()  # rows in use
         self._last: StepPlan | None = None  # the step before, as it was computed
 
@@ -233,7 +233,7 @@ class Speculator:
         if not proposal.stand:
             self._write(theirs, lengths, proposal)
         drafts, places = np.zeros_like(counts), np.full(len(counts), -1, dtype=np.int32)
-        drafts[which], places[which] = proposal.counts, np.arange(len(which), dtype=np.int32)
+        drafts[which], places[which] = proposal.counts, iota(len(which))
         exact = with_samples(known, work, drafts, counts=as_array(counts + drafts), drafts=as_array(drafts))
         trees = {work: tree for work, tree in zip(which.tolist(), proposal.trees, strict=False) if tree is not None}
         return exact, Drafts(proposal, places[work].tolist(), list(plan.sample_rows), trees)
@@ -346,7 +346,7 @@ class Speculator:
 def with_samples(plan: StepPlan, work: Ints, each_drafts: Ints, **changes: Any) -> StepPlan:
     """A sample after each of so many drafts as well as before the first."""
     each = each_drafts[work] + 1
-    back = np.repeat(np.cumsum(each, dtype=np.int32), each) - 1 - np.arange(each.sum(), dtype=np.int32)
+    back = np.repeat(np.cumsum(each, dtype=np.int32), each) - 1 - iota(each.sum())
     rows = np.repeat(ints(plan.sample_rows), each)
     changes |= {"sample_work": as_array(np.repeat(work, each)), "sample_rows": as_array(rows)}
     return replace(plan, sample_back=as_array(back), **changes)

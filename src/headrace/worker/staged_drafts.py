@@ -52,8 +52,8 @@ class StagedSpeculator(Speculator):
         super().__init__(rows, proposer, judge=judge)
         self._pipe = pipe
         # all but the last stage: tokens of each row with the drafts that are on their way; 0: all that it has is true
-        self._ends: Ints = np.zeros(len(rows.traits), dtype=np.int32)
-        self._turns: Ints = np.zeros(len(rows.traits), dtype=np.int32)  # how often each row has begun from the truth
+        self._ends = rows.column()
+        self._turns = rows.column()  # how often each row has begun from the truth
 
     def leave(self, plan: StepPlan) -> None:
         super().leave(plan)
