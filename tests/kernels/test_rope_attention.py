@@ -156,7 +156,7 @@ def test_a_decoder_without_rotation_is_not_offered_it(monkeypatch: pytest.Monkey
         (128, 8, 32, 8, True, True, 1, 0),
         (128, 4, 32, 128, True, False, 1, 0),
         (64, 4, 64, 16, True, True, 4, 0),
-        (128, 4, 64, 128, True, False, 4, 90),
+        (128, 4, 64, 128, True, False, 4, 0),
         (128, 4, 32, 128, True, True, 2, 0),
     ],
 )

@@ -45,6 +45,8 @@ typedef Element<KV != PLAIN>::type held;  // of the cache
 // What a program is to do, as kernels/attention/triton_plan.py lays it out.
 struct __align__(16) Record { int begin, end, sequence, head, step, first_0, last_0, first_1, last_1, shared[5], context, alike; };
 
+constexpr bool STAGED = KV == UINT4;  // angles wait in fewer registers
+
 struct Params {
   bf16* qkv;                   // [rows, HQ + 2 HK, D], rows token_stride apart; not FRESH: only q is read
   bf16* out;                   // [rows, HQ, D]
@@ -71,11 +73,12 @@ struct Params {
 };
 
 struct Shared {
-  u32 norms[NORMED ? D : 1];  // weights of q's, then of k's: in registers they would leave none
-  float sums[WARPS][G][PITCH];
+  alignas(16) float sums[WARPS][G][PITCH];
   float peak[WARPS][8], mass[WARPS][8];
   int complete[2];
   int alone;  // whether all other parts of the pair that this program leaves unfinished are there
+  alignas(16) float angles[WARPS][STAGED ? D : 1];  // of the pair that is turned
+  u32 norms[NORMED ? D : 1];  // weights of q's, then of k's: in registers they would leave none
 };
 extern __shared__ __align__(1024) unsigned char memory[];
 extern "C" __device__ const int shared_bytes = WARPS * RING + sizeof(Shared);
@@ -270,6 +273,7 @@ __device__ __forceinline__ constexpr int apart(int s, int h) { return KV == UINT
 
 struct Angles {
   Angle query[STEPS / 2][2];  // of elements mine_of + apart(s, h) and the next
+  float row[D / 32];          // STAGED: in their place, lane, lane + 32, … of all
   long long position;         // of the newest key
   long long upcoming;         // the next sequence's position
 };
@@ -282,7 +286,9 @@ __device__ __forceinline__ void load_angles(Angles& a, const Params& p, int sequ
   if (FRESH) {
     const float* angles = p.cos_sin + position * D;
 #pragma unroll
-    for (int s = 0; s < STEPS / 2; ++s)
+    for (int i = 0; i < (STAGED ? D / 32 : 0); ++i) a.row[i] = given(angles + lane + 32 * i);
+#pragma unroll
+    for (int s = 0; s < (STAGED ? 0 : STEPS / 2); ++s)
 #pragma unroll
       for (int h = 0; h < 2; ++h) a.query[s][h] = angle_at(angles, apart(s, h) + mine_of(lane));
   }
@@ -422,10 +428,18 @@ __device__ __forceinline__ void turn_query(Newest& n, const Angles& a, const Par
       for (int h = 0; h < 2; ++h) n.query[s][h] = normed(n.query[s][h], weight_of(false, apart(s, h) + mine_of(lane)), rstd);
   }
   if (FRESH) {
+    float* row = shared_of().angles[threadIdx.x / 32];
+#pragma unroll
+    for (int i = 0; i < (STAGED ? D / 32 : 0); ++i) row[lane + 32 * i] = a.row[i];
+    if (STAGED) __syncwarp();
 #pragma unroll
     for (int s = 0; s < STEPS / 2; ++s)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) turn(n.query[s][h], n.query[s + STEPS / 2][h], a.query[s][h]);
+      for (int h = 0; h < 2; ++h) {
+        const float* own = row + apart(s, h) + mine_of(lane);
+        Angle staged = STAGED ? Angle{*reinterpret_cast<const float2*>(own), *reinterpret_cast<const float2*>(own + HALF)} : a.query[s][h];
+        turn(n.query[s][h], n.query[s + STEPS / 2][h], staged);
+      }
   }
   n.scale[0] = n.scale[1] = p.scale;
   if (HALVES) halve_query(n, p, lane);
