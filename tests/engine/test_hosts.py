@@ -18,13 +18,14 @@ import pytest
 import torch
 import torch.distributed
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, LoRARequest, SamplingParams
 from headrace.engine.resolve import create_config, find_source
 from headrace.errors import ConfigError, EngineDead, HeadraceError
+from headrace.parallel import node
 from headrace.parallel.group import GlooGroup, check_members
 from headrace.parallel.node import Node
 from headrace.parallel.rendezvous import SECRET_VARIABLE, Place
-from tests.support import modes, tiny
+from tests.support import adapters, modes, tiny
 from tests.support.serving import ROOT, SERVE, environment, serving, wait_for
 
 SECRET = "a secret of some length"
@@ -82,7 +83,7 @@ class Nodes:
 
 
 @contextmanager
-def spread(model: str, nodes: int = 2, **sizes: int) -> Iterator[tuple[LLM, Nodes]]:
+def spread(model: str, nodes: int = 2, **sizes: Any) -> Iterator[tuple[LLM, Nodes]]:
     keywords = {**SIZES, **sizes, "nnodes": nodes, "master_port": free_port()}
     others = Nodes(model, keywords)
     try:
@@ -266,6 +267,39 @@ def _ready(server: Any) -> bool:
         return bool(server.ask("GET", "/ready", timeout=2).status == 200)
     except OSError:
         return False
+
+
+@pytest.mark.slow
+def test_an_adapter_that_hosts_have_not_alike_is_refused_and_others_go_on(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A path that is not absolute lies elsewhere on the other node."""
+    made, (here, there) = tiny.create("llama"), (tmp_path / "here", tmp_path / "there")
+    for folder, names in ((here, ("same", "other", "missing")), (there, ("same", "other"))):
+        for name in names:
+            adapters.write(folder / name, made, targets=("q_proj",), seed=int(name == "other" and folder == there))
+
+    def start(*given: Any) -> Any:
+        monkeypatch.chdir(there)
+        try:
+            return begin(*given)
+        finally:
+            monkeypatch.chdir(here)
+
+    begin = node.start
+    monkeypatch.setattr(node, "start", start)
+    monkeypatch.chdir(here)
+    with spread(llama, tensor_parallel_size=2, lora_dir=".") as (llm, _):
+
+        def ask(name: str) -> Any:
+            return llm.generate([5, 6, 7], GREEDY, use_tqdm=False, lora_request=LoRARequest(name))[0].outputs[0]
+
+        wanted = ask("same").token_ids
+        assert [ask(name).finish_reason for name in ("other", "missing")] == ["error", "error"]
+        assert len(wanted) == 8 and ask("same").token_ids == wanted
+        said = list(llm.engine.core.adapters._failed.values())  # type: ignore[union-attr]
+    assert len(said) == 2 and all("is not the same on all hosts" in each for each in said)
+    assert caplog.text.count("rank 1 of node 1 (127.0.0.1) has other files") == 2
 
 
 # --- Ray

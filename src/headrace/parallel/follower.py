@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.clock import RealClock
-from headrace.engine.executor import Ticket
+from headrace.engine.executor import LoadAdapter, Ticket
 from headrace.errors import EngineDead, HeadraceError, ModelError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.parallel import frames
-from headrace.parallel.ranks import KEY_VARIABLE, RENDEZVOUS_SECONDS
+from headrace.parallel.ranks import KEY_VARIABLE, RENDEZVOUS_SECONDS, files_mark
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import freeze_start, no_collections
@@ -54,6 +54,7 @@ class First:
 
     def __init__(self, sock: socket.socket, seal: Seal | None = None) -> None:
         self._sock, self._seal = sock, seal
+        self.is_elsewhere = seal is not None  # on another host
         self._lock = threading.Lock()
         self._opened = bytes if seal is None else seal.opened
         self._orders = Unpacker(frames.Order, opened=self._opened)
@@ -204,11 +205,17 @@ class Follower:
         self._failed.clear()
 
     def _control(self, order: frames.Control) -> None:
+        if order.load is not None and self._first.is_elsewhere:
+            threading.Thread(target=self._say_mark, args=(order.load,), daemon=True, name="mark").start()
         for each in (order.load, order.drop, order.sleep, order.wake):
             if each is not None:
                 self._executor.control(each)
         if order.drop is not None:
             self._adapters.discard(order.drop.name)
+
+    def _say_mark(self, load: LoadAdapter) -> None:
+        with suppress(FirstGone):  # which is heard elsewhere
+            self._first.tell(frames.Seen(load.name, files_mark(load.folder)))
 
     def _close(self, order: frames.Close) -> None:
         self._executor.close()

@@ -164,6 +164,13 @@ class Result(Frame):
     result: StepResult
 
 
+class Seen(Frame):
+    """``mark``: of the adapter's files on a rank's own host (``files_mark``)."""
+
+    name: str
+    mark: str
+
+
 class Recovered(Frame):
     """``comm_ops``: of the group so far. ``failed``: steps since the last time."""
 
@@ -178,7 +185,7 @@ class Failed(Frame):
     message: str
 
 
-Report = Here | Put | Ready | Beat | StepBroke | Result | Recovered | Failed
+Report = Here | Put | Ready | Beat | StepBroke | Result | Seen | Recovered | Failed
 
 
 class PlanPacker:

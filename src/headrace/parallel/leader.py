@@ -9,6 +9,7 @@ sent back.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,15 +27,17 @@ from headrace.parallel import frames
 from headrace.parallel.device import check_devices, count_ids, create_peers, device_here
 from headrace.parallel.group import Peers, Store
 from headrace.parallel.nccl import create_id, use_interface
-from headrace.parallel.ranks import Ranks
+from headrace.parallel.ranks import Ranks, files_mark
 from headrace.parallel.stages import split_layers
 from headrace.processes.messages import pack
-from headrace.request import StepPlan, StepResult, TokenMasks
+from headrace.request import StepPlan, StepResult, TokenMasks, adapter_name
 from headrace.spec import DecoderSpec
 from headrace.worker.executor import DeviceExecutor
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.settings import device_kind
 from headrace.worker.worker import create_executor as create_alone
+
+log = logging.getLogger(__name__)
 
 _FIELDS = {LoadAdapter: "load", DropAdapter: "drop", Sleep: "sleep", Wake: "wake"}  # of frames.Control
 
@@ -107,6 +110,8 @@ class RankedExecutor:
         self.info = replace(inner.info, device=f"{inner.info.device} × {size}")
         self._inner, self._ranks, self._peers = inner, ranks, peers
         self._plans = frames.PlanPacker()
+        self._folders: dict[str, str] = {}  # of adapters that are read
+        self._unsure: list[AdapterOutcome] = []  # here they have come, and not all other hosts have said what they have
         inner.on_failure = lambda step_id, _: ranks.fail_too(step_id)
 
     @property
@@ -152,12 +157,31 @@ class RankedExecutor:
         return self._inner.prepare()
 
     def control(self, order: Control) -> None:
+        if isinstance(order, LoadAdapter):
+            self._ranks.forget_adapter(order.name)
+            self._folders[order.name] = order.folder
         field: dict[str, Any] = {_FIELDS[type(order)]: order}
         self._ranks.tell(pack(frames.Control(**field)))
         self._inner.control(order)
 
     def outcomes(self, wait: float = 0.0) -> list[AdapterOutcome]:
-        return self._inner.outcomes(wait)
+        """Of an adapter, once all hosts have said that they have the same."""
+        found = [*self._unsure, *self._inner.outcomes(0.0 if self._unsure else wait)]
+        sure = [self._agreed(each, wait) for each in found]
+        self._unsure = [each for each, known in zip(found, sure, strict=True) if known is None]
+        return [each for each in sure if each is not None]
+
+    def _agreed(self, outcome: AdapterOutcome, wait: float) -> AdapterOutcome | None:
+        others = self._ranks.without_adapter(outcome.name, partial(files_mark, self._folders[outcome.name]), wait)
+        if others is None:
+            return None
+        del self._folders[outcome.name]
+        if not others or outcome.error is not None:
+            return outcome
+        self.control(DropAdapter(outcome.name))
+        name = adapter_name(outcome.name)
+        log.error("adapter %s is refused: %s has other files than this host, or none", name, others)
+        return AdapterOutcome(outcome.name, f"adapter {name} is not the same on all hosts; the log names them.")
 
     def close(self) -> None:
         self._ranks.close()

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace import errors
@@ -69,6 +71,7 @@ class _Rank:
     lock: threading.Lock = field(default_factory=threading.Lock)  # of sending
     reports: Unpacker = field(init=False)
     said: list[frames.Report] = field(default_factory=list)  # and not asked for yet
+    seen: dict[str, str] = field(default_factory=dict)  # marks of adapters, where it is elsewhere
     silent: int = 0  # looks
     comm_ops: int = 0
 
@@ -121,6 +124,19 @@ def ended(code: int) -> str:
     if code < 0:
         return f"was ended by signal {-code} ({signal.Signals(-code).name})"
     return f"ended with exit code {code}"
+
+
+def files_mark(folder: str) -> str:
+    """Of what an adapter's files hold, on whatever host; "" where they cannot be read."""
+    digest = blake2b(digest_size=16)
+    try:
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            with (Path(folder) / name).open("rb") as file:
+                while data := file.read(2**20):
+                    digest.update(data)
+    except OSError:
+        return ""
+    return digest.hexdigest()
 
 
 def device_of(number: int) -> dict[str, str]:
@@ -255,6 +271,25 @@ class Ranks:
                 raise EngineDead(f"ranks have not met within {RENDEZVOUS_SECONDS:g} s; see `headrace doctor`.")
             return self._store[name]
 
+    @property
+    def _elsewhere(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.seal is not None]
+
+    def forget_adapter(self, name: str) -> None:
+        """It is to be read anew."""
+        for rank in self._elsewhere:
+            rank.seen.pop(name, None)
+
+    def without_adapter(self, name: str, mark: Callable[[], str], seconds: float) -> str | None:
+        """Those on other hosts whose files are not as they are here (``mark``); None: some have not said yet."""
+        if not (others := self._elsewhere):
+            return ""
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(name in rank.seen for rank in others), seconds):
+                return None
+        here = mark()
+        return ", ".join(str(rank) for rank in others if rank.seen[name] != here)
+
     @contextmanager
     def watched(self, step: str, comm_ops: Callable[[], int]) -> Iterator[None]:
         """While the first rank is in a step, ranks that wait for each other are lost. ``comm_ops``: its own."""
@@ -360,6 +395,10 @@ class Ranks:
         elif isinstance(report, frames.Result):
             with self._changed:
                 self._results[report.result.step_id] = report.result
+                self._changed.notify_all()
+        elif isinstance(report, frames.Seen):
+            with self._changed:
+                rank.seen[report.name] = report.mark
                 self._changed.notify_all()
         elif isinstance(report, frames.Put):
             with suppress(HeadraceError):  # of one that is lost; it is heard elsewhere
