@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ os.environ.pop("HEADRACE_API_KEY", None)
 os.environ.pop("HEADRACE_LOG_LEVEL", None)
 # Of the hundreds of processes that tests start, only the first may have to compile the package's source.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Seconds on two cores of a machine that counts to COUNT in COUNT_SECONDS. Where that takes longer while the tests run,
 # so may they, up to MOST times (.ci/run stretches its stages alike): machines differ, and so does one from hour to

@@ -23,6 +23,7 @@ from headrace.cost.profile import DeviceProfile, Limits, save_profile
 from headrace.engine.assembly import create_engine
 from headrace.engine.resolve import create_config
 from headrace.errors import ConfigError
+from headrace.kernels.build.c_compiler import native_library
 from headrace.planner.workload.conversations import random_conversations
 from headrace.planner.workload.load import Lengths
 from headrace.worker.profile import OtherProcesses, identity_here, resolve_profile
@@ -32,6 +33,7 @@ from headrace.worker.residency import resident_bytes
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceProfile:
     """A profile of this machine's own identity, as ``doctor --profile`` would have kept it."""
+    native_library()  # is kept where others find it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profile = DeviceProfile(
         identity=identity_here(),

@@ -23,6 +23,7 @@ from headrace.engine.tokenizer import load_tokenizer
 from headrace.errors import ConfigError
 from headrace.models.families import spec_from_config
 from headrace.models.files import TokenizerFiles
+from headrace.models.gguf_file import read_gguf
 from headrace.models.loader import open_checkpoint
 from headrace.models.sentencepiece import Piece, PieceType, bpe_tokenizer
 from headrace.models.source import ModelSource, WeightFormat, find_model
@@ -159,7 +160,7 @@ def test_published_tokenizers_come_back(name: str, tmp_path: Path) -> None:
     )
     size = len(json.loads(files.tokenizer_json)["model"]["vocab"]) + 2000
     file = written(files, tmp_path / "x.gguf", {}, size)
-    assert gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() == name
+    assert read_gguf(file).metadata["tokenizer.ggml.pre"] == name
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "tokenizer.json").write_text(files.tokenizer_json)
     (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(dict(files.config)))

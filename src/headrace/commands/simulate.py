@@ -15,7 +15,6 @@ from typing import Any
 
 from headrace.bench.arguments import declare
 from headrace.bench.load_flags import add_figure_flags
-from headrace.bench.serve import plot_distributions
 from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_reports
 from headrace.config import EngineConfig, ServerConfig
 from headrace.cost.cards import MEETING_SECONDS
@@ -121,6 +120,8 @@ def _write(args: argparse.Namespace, facts: Mapping[str, Any], report: Report, c
         )
     if args.plot:
         measured = {f"measured ({path.stem})": read_samples(path) for path in args.against or ()}
+        from headrace.bench.serve import plot_distributions  # and an HTTP client
+
         plot_distributions(args.plot, facts, {"simulated": report.samples, **measured})
 
 
