@@ -71,6 +71,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         "lab.trees", "accepted drafts of trees and of chains of as many tokens", model=True, engine=True
     ),
     "control-plane": Benchmark("lab.control_plane", "scheduling, cache and update without a model"),
+    "drafts-host": Benchmark(
+        "lab.drafts_host", "what a step with drafts costs the host, over graphs that compute nothing"
+    ),
     "masks": Benchmark("lab.masks", "structured output: a schema's first mask, and each token's"),
     "kernels": Benchmark(
         "lab.kernels",

@@ -496,11 +496,8 @@ class Roster:
             sequence.row_lags = sequence.extra_outputs = True
             self.some_ended = self.some_ended or sequence.num_tokens == sequence.max_num_tokens
 
-    def settle_drafts(self, sequence: Sequence, drafted: int, refuted: int) -> None:
+    def take_back(self, sequence: Sequence, drafted: int, refuted: int) -> None:
         """A step has told how many tokens it sampled for a sequence: ``refuted`` fewer than it was planned for."""
-        sequence.slack -= drafted
-        if not refuted:
-            return
         sequence.num_tokens -= refuted
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted

@@ -70,13 +70,18 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
     scores = _fresh_scores(step, result) if result.prompt_logprobs else {}
     for j in result.errors:
         step.sampled[j].extra_outputs = True
-    if step.plan.drafts:
-        _settle_drafts(roster, step, result)
     outputs = []
-    step_id = result.step_id
-    for j, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
-        if sequence.ignore_through >= step_id or not (tokens or j in result.errors):
-            continue  # or a run that was refuted before it was verified
+    step_id, drafts, counts = result.step_id, step.plan.drafts, step.plan.counts
+    for j, (sequence, work, tokens) in enumerate(zip(step.sampled, step.plan.sample_work, result.tokens, strict=True)):
+        if sequence.ignore_through >= step_id:
+            continue
+        if drafts and (drafted := drafts[work]) and j not in step.settled:
+            known = drafted < counts[work]  # a token before them, which has one sampled after it
+            sequence.slack -= drafted
+            if (refuted := drafted + known - (len(tokens) or known)) > 0:
+                roster.take_back(sequence, drafted, refuted)
+        if not (tokens or j in result.errors):
+            continue  # a run that was refuted before it was verified
         plain = not sequence.extra_outputs and sequence.stop_ids.isdisjoint(tokens)
         if plain and len(sequence.token_ids) + len(tokens) < sequence.check_at:
             sequence.token_ids.extend(tokens)
@@ -90,23 +95,13 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
     return outputs
 
 
-def _settle_drafts(roster: Roster, step: InFlight, result: StepResult) -> None:
-    """Counts of those whose drafts were refuted are what they really are."""
-    plan, settled = step.plan, step.settled
-    drafts, counts, step_id = plan.drafts, plan.counts, plan.step_id
-    for j, (sequence, work, tokens) in enumerate(zip(step.sampled, plan.sample_work, result.tokens, strict=True)):
-        drafted = drafts[work]
-        if drafted and j not in settled and sequence.ignore_through < step_id:
-            known = drafted < counts[work]  # a token before them, which has one sampled after it
-            roster.settle_drafts(sequence, drafted, drafted + known - (len(tokens) or known))
-
-
 def settle_forced(roster: Roster, step: InFlight, samples: Iterable[int]) -> None:
     """These are bound to be one token each: their drafts are left out before there is a result."""
     for j in samples if step.plan.drafts else ():
         drafted = step.plan.drafts[step.plan.sample_work[j]]
         if drafted:
-            roster.settle_drafts(step.sampled[j], drafted, drafted)
+            step.sampled[j].slack -= drafted
+            roster.take_back(step.sampled[j], drafted, drafted)
             step.settled.add(j)
 
 

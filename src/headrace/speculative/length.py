@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import accumulate
+from operator import sub
 from typing import Protocol
 
 from headrace.request import DraftsAhead, StepPlan, StepResult
@@ -145,8 +146,8 @@ class Speculation:
         if result.ahead is not None:
             self.counts.add_ahead(result.ahead)
         # others cost more for another reason
-        at_last_token = all(count - drafts <= 1 for count, drafts in zip_longest(plan.counts, plan.drafts, fillvalue=0))
-        if not (plan.counts and at_last_token and seconds > 0.0) or (self._stages > 1 and plan.rows_added):
+        known = map(sub, plan.counts, plan.drafts) if plan.drafts else plan.counts
+        if not (plan.counts and max(known) <= 1 and seconds > 0.0) or (self._stages > 1 and plan.rows_added):
             return False
         if self._fixed is None:
             self._time(plan, result, seconds)

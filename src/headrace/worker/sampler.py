@@ -27,6 +27,7 @@ from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS, BadWords, HostRow, 
 # ids of penalised rows looked at together; each takes about 50 bytes, and long contexts have many
 _PENALISED_AT_ONCE = 2**21
 _MASKED_AT_ONCE = 2**22  # logits of masked rows looked at together; each takes about 13 bytes
+_RANDOM, _FILTERED, _COUNTED = int(Trait.RANDOM), int(Trait.FILTERED), int(Trait.COUNTED)
 _NEVER = np.float32(-np.inf)
 _FLOAT = {name: column for column, name in enumerate(FLOAT_COLUMNS)}
 _INT = {name: column for column, name in enumerate(INT_COLUMNS)}
@@ -64,9 +65,9 @@ class Draw(IntEnum):
 def draw_of(traits: Ints) -> Draw | None:
     """None: some row wants more than a draw."""
     every = int(np.bitwise_or.reduce(traits))
-    if every & ~(Trait.RANDOM | Trait.FILTERED):
+    if every & ~(_RANDOM | _FILTERED):
         return None
-    return Draw.GREEDY if not every & Trait.RANDOM else Draw.FILTERED if every & Trait.FILTERED else Draw.RANDOM
+    return Draw.GREEDY if not every & _RANDOM else Draw.FILTERED if every & _FILTERED else Draw.RANDOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +319,7 @@ class Sampler:
 
     def count(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Tokens that rows have got, where these count them."""
-        for at in np.flatnonzero(self._rows.traits[list(rows)] & Trait.COUNTED).tolist():
+        for at in np.flatnonzero(self._rows.traits[list(rows)] & _COUNTED).tolist():
             if tokens[at]:
                 ids = torch.tensor(tokens[at], dtype=torch.int64, device=self._rows.device)
                 self._rows.counts[rows[at]].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
