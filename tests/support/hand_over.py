@@ -73,8 +73,8 @@ class Replica:
             self._loop._handlers[type(command)](self._link, command)  # type: ignore[arg-type]
         if self.core.has_work and (outputs := self.core.step()):
             self.outbox.extend(self._told.feed(frames.pack_step(outputs)))
-        if self._loop._loading:
-            self._loop._answer_loaded()
+        if self._loop._asked:
+            self._loop._answer()
         assert self.core.hand_over is not None
         for note in self.core.hand_over.take_notes():
             self.outbox.extend(self._told.feed(frames.pack_note(note)))

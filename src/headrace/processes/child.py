@@ -52,7 +52,7 @@ class Child:
     """A process that was started, for an event loop."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+        self._process, self.pid = process, process.pid
 
     @property
     def returncode(self) -> int | None:
