@@ -37,7 +37,7 @@ ASKED = params(max_tokens=6, logprobs=3)
 
 
 def arena_of(llm: LLM) -> Arena:
-    arena: Arena = runner_of(llm)._arena
+    arena: Arena = runner_of(llm).passes.arena
     return arena
 
 
