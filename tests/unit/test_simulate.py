@@ -27,12 +27,13 @@ from headrace.errors import ConfigError
 from headrace.planner.devices import Device, Efficiency, Share, find_device, known_devices
 from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
-from headrace.planner.simulator import DraftOn, Load, drafts_apart, simulate
+from headrace.planner.simulator import DraftOn, Load, Report, simulate, who_drafts
 from headrace.planner.step_time import StepPrice
 from headrace.planner.workload.conversations import conversations_of
 from headrace.planner.workload.load import Lengths, LoadRequest, arriving, drawn, prompt_ids
 from headrace.planner.workload.statistics import summarise
 from headrace.request import Request, SamplingParams, StepPlan
+from headrace.sites import count_bytes
 from tests.support.command import status_of
 from tests.support.hash_engine import create_core
 from tests.support.outside import shared
@@ -194,7 +195,7 @@ def test_drafts_are_tokens_and_their_model_is_priced_where_it_is() -> None:
     chain = {"model": "-", "num_speculative_tokens": 4, "acceptance": 1.0}
     own = {**chain, "device": "cpu"}
     other = DraftOn(SPEC, tiny_device(layer=0.2))
-    each = other.priced(EngineConfig()).decode_seconds(1, 60) * 1e3
+    each = other.priced(EngineConfig(), tiny_device(layer=1.0)).decode_seconds(1, 60) * 1e3
     plain, beside = told(None), told({**chain, "draft_cost": 0.2})
     waits, ahead = told(own, other, drafts_ahead=False), told(own, other)
     for found in (plain, beside, waits, ahead):
@@ -219,10 +220,30 @@ def test_drafts_are_tokens_and_their_model_is_priced_where_it_is() -> None:
     assert often["total_output_tokens"] == 201 and often["drafts_ahead_spared"] > 0
 
 
+def test_a_draft_beside_its_target_is_priced_and_takes_memory() -> None:
+    """Its passes as its shape says, where no cost is given; its weights and keys in room that the target has without."""
+    drafts = {"model": "named", "num_speculative_tokens": 2, "acceptance": 1.0}
+
+    def told(draft: DraftOn | None, **more: Any) -> Report:
+        given = json.dumps({**drafts, **more})
+        config = replace(
+            EngineConfig(), scheduler=SchedulerConfig(speculative_config=given), device=DeviceConfig(overlap=0)
+        )
+        return simulate(SPEC, config, tiny_device(layer=1.0), Load([LoadRequest(10, 61, at=0.0)], draft=draft))
+
+    free, beside, stated = told(None), told(DraftOn(SPEC)), told(DraftOn(SPEC), draft_cost=0.5)
+    step = free.figures["mean_tpot_ms"]
+    assert beside.figures["mean_tpot_ms"] == pytest.approx(3 * step, rel=0.1)  # two passes as long as a verification
+    assert stated.figures["mean_tpot_ms"] == pytest.approx(2 * step, rel=0.1)
+    plain, shared = (each.info.kv_groups[0].spec for each in (free, beside))
+    assert shared.bytes_per_block == 2 * plain.bytes_per_block and not plain.beside
+    assert beside.info.memory["draft model"] == count_bytes(SPEC, 2)
+
+
 def test_a_draft_device_without_a_draft_is_refused() -> None:
     for drafts in (None, '{"method": "ngram"}', '{"model": "-"}'):
         with pytest.raises(ConfigError, match="--draft-device is where a draft model computes apart"):
-            drafts_apart(replace(EngineConfig(), scheduler=SchedulerConfig(speculative_config=drafts)))
+            who_drafts(replace(EngineConfig(), scheduler=SchedulerConfig(speculative_config=drafts)), apart=True)
 
 
 # --- the same schedule

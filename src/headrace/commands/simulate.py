@@ -28,7 +28,7 @@ from headrace.observe.report import load_pyplot, machine_facts, print_facts, pri
 from headrace.planner.against import COLUMNS, Compared, check_unseen, compare, read_samples, status_of
 from headrace.planner.curve import Trial, check_rates
 from headrace.planner.devices import Device, find_device
-from headrace.planner.simulator import DraftOn, Load, Report, drafts_apart, simulate
+from headrace.planner.simulator import DraftOn, Load, Report, simulate, who_drafts
 from headrace.planner.workload.statistics import failure_reasons
 from headrace.spec import DecoderSpec
 from headrace.worker.host import available_memory, physical_cores
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return simulate_reports.run_reports(args, config, device, spec)
     if args.calibrate:
         return simulate_calibrate.run_calibration(args, config, device, spec)
-    load = _load(args, config, server, spec, args.request_rate)
+    load = _load(args, config, server, spec, device, args.request_rate)
     begin = time.perf_counter()
     report = simulate(spec, config, device, load)
     facts = _facts(args, source, device, report, time.perf_counter() - begin)
@@ -84,16 +84,21 @@ def _trials(name: str, args: argparse.Namespace) -> list[Trial]:
     config, server = engine_config(args), server_config(args)
     spec, device = families.spec_from_config(_source(config).config), _device(args, config)
     rates = sorted(args.sweep_rate) if args.sweep_rate else [args.request_rate]
-    return [Trial(name, rate, spec, config, device, _load(args, config, server, spec, rate)) for rate in rates]
+    return [Trial(name, rate, spec, config, device, _load(args, config, server, spec, device, rate)) for rate in rates]
 
 
 def _load(
-    args: argparse.Namespace, config: EngineConfig, server: ServerConfig, spec: DecoderSpec, rate: float | None
+    args: argparse.Namespace,
+    config: EngineConfig,
+    server: ServerConfig,
+    spec: DecoderSpec,
+    device: Device,
+    rate: float | None,
 ) -> Load:
     load = simulate_load.load_of(args, config, server, rate)
     return replace(
         load,
-        draft=_draft(args, config),
+        draft=_draft(args, config, device),
         popularity=simulate_calibrate.popularity(args, spec),
         front=not args.no_front_end,
     )
@@ -145,14 +150,17 @@ def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
     return simulate_calibrate.with_prices(args, _linked(args, config, found))
 
 
-def _draft(args: argparse.Namespace, config: EngineConfig) -> DraftOn | None:
-    if args.draft_device is None:
+def _draft(args: argparse.Namespace, config: EngineConfig, device: Device) -> DraftOn | None:
+    """``device``: the target's. None: nobody drafts, or a model that is not named."""
+    settings, own = who_drafts(config, apart=args.draft_device is not None), None
+    if settings is None:
         return None
-    settings, model = drafts_apart(config), replace(config.model, load_format="dummy")
-    threads = config.device.threads or physical_cores()[0]
-    device = find_device(args.draft_device, threads=threads, memory=None, free_memory=available_memory())
-    source = find_draft(model, str(_folder(settings.model)), settings.quantization, device.chip and device.chip[0])[0]
-    return DraftOn(families.spec_from_config(source.config), device)
+    if args.draft_device is not None:
+        threads = config.device.threads or physical_cores()[0]
+        own = find_device(args.draft_device, threads=threads, memory=None, free_memory=available_memory())
+    model, chip = replace(config.model, load_format="dummy"), (own or device).chip
+    source = find_draft(model, str(_folder(settings.model)), settings.quantization, chip and chip[0])[0]
+    return DraftOn(families.spec_from_config(source.config), own)
 
 
 def _linked(args: argparse.Namespace, config: EngineConfig, device: Device) -> Device:

@@ -34,6 +34,7 @@ from headrace.parallel.stages import staged
 from headrace.planner.devices import GIB, Device, known_devices
 from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import LargestStep, StagedTime, StepTime
+from headrace.sites import count_bytes
 from headrace.spec import ELEMENT_BYTES, DecoderSpec, Held, KVSpec, LayerSpec, kv_groups
 
 
@@ -93,9 +94,14 @@ class Priced:
     def step_time(self) -> StepTime | StagedTime:
         return self.pricing.step_time
 
-    def placed(self) -> ExecutorInfo:
-        """On the stage that has room for the fewest blocks. Raises ConfigError or OutOfMemory where it does not fit."""
-        found = [place(spec, self.config, self.device, self.dtype, groups) for spec, groups in self.stages]
+    def placed(self, draft: DecoderSpec | None = None) -> ExecutorInfo:
+        """On the stage that has room for the fewest blocks, the first beside a ``draft`` model. Raises ConfigError or
+        OutOfMemory where it does not fit."""
+        drafts = (draft, *(None for _ in self.stages[1:]))
+        found = [
+            place(spec, self.config, self.device, self.dtype, groups, each)
+            for each, (spec, groups) in zip(drafts, self.stages, strict=True)
+        ]
         least = min(found, key=lambda each: [group.num_blocks for group in each.kv_groups])
         longest = min(each.max_model_len for each in found)
         return replace(least, max_model_len=longest, stages=len(found))
@@ -254,16 +260,27 @@ CARD_BYTES = 3 * GIB // 2  # a context, kernels and graphs, as a start on an H20
 
 
 def place(
-    spec: DecoderSpec, config: EngineConfig, device: Device, dtype: str, groups: tuple[KVSpec, ...]
+    spec: DecoderSpec,
+    config: EngineConfig,
+    device: Device,
+    dtype: str,
+    groups: tuple[KVSpec, ...],
+    draft: DecoderSpec | None = None,
 ) -> ExecutorInfo:
-    """What an executor on that device would say of itself. ``config`` is resolved. Raises ConfigError or OutOfMemory
-    with the numbers."""
+    """What an executor on that device would say of itself. ``config`` is resolved. ``draft``: a model that drafts beside
+    it, with keys and values under the same numbers. Raises ConfigError or OutOfMemory with the numbers."""
     from headrace.worker.memory import Room, bounds, plan_kv, with_copy
 
     available = int(device.memory * (config.cache.gpu_memory_utilization if device.overlaps else 1.0))
     purposes = bounds(spec, config, ELEMENT_BYTES[dtype]) | (
         {"context, kernels and graphs": CARD_BYTES} if device.overlaps else {}
     )
+    if draft is not None:
+        assert config.cache.block_size is not None, "resolved"
+        size = ELEMENT_BYTES[dtype]
+        theirs = {each.window: each.bytes_per_block for each in kv_groups(draft, config.cache.block_size, size)}
+        groups = tuple(replace(each, beside=theirs.get(each.window, 0)) for each in groups)
+        purposes |= {"draft model": count_bytes(draft, size)}
     own, on_cpu = Room(available, purposes), not device.overlaps
     room = with_copy(own, spec, config, groups, int(ELEMENT_BYTES[dtype]), on_cpu=on_cpu)[0]
     _check_fits(spec, device, available, room.purposes)

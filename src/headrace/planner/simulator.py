@@ -21,6 +21,7 @@ from headrace.engine.routing import Router
 from headrace.errors import ConfigError
 from headrace.observe.metrics import StepRecorder
 from headrace.planner.devices import Device
+from headrace.planner.dovetail import asked_of
 from headrace.planner.drafts import Drafting
 from headrace.planner.drive import Between, Drive, Outcome
 from headrace.planner.executor import DeviceCounts, ModelledExecutor
@@ -32,7 +33,7 @@ from headrace.planner.workload.load import LoadRequest, Prompts, check_lengths
 from headrace.planner.workload.statistics import Reader, Sample, experiences, summarise
 from headrace.spec import DecoderSpec
 from headrace.speculative.length import DraftCounts
-from headrace.speculative.settings import SpeculativeSettings, read_settings
+from headrace.speculative.settings import UNNAMED, SpeculativeSettings, read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class DraftOn:
-    """A draft model and the device it has for itself."""
+    """A draft model and the device it has for itself; None: it is beside its target."""
 
     spec: DecoderSpec
-    device: Device
+    device: Device | None = None
 
-    def priced(self, config: EngineConfig) -> Priced:
+    def priced(self, config: EngineConfig, device: Device) -> Priced:
+        """``device``: the target's."""
         scheduler = replace(config.scheduler, speculative_config=None)
-        return priced(self.spec, replace(config, scheduler=scheduler), self.device)
+        return priced(self.spec, replace(config, scheduler=scheduler), self.device or device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,11 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     count = config.device.data_parallel_size
     each_found = [priced(spec, config, device, load.popularity) for _ in range(count)]  # prices follow their replica
     found = each_found[0]
-    config, pricing, info = found.config, found.pricing, found.placed()
+    beside = load.draft.spec if load.draft is not None and load.draft.device is None else None
+    config, pricing, info = found.config, found.pricing, found.placed(beside)
     check_limits(load.limits or {}, found.step_time.shortest(len(found.groups)))
     promise = config.scheduler.max_step_seconds
-    draft_seconds = None if load.draft is None else _placed_draft(load.draft, config)
+    draft_seconds = None if load.draft is None else _draft_seconds(load.draft, config, device)
     recorders = [StepRecorder(each.cost_model, capacity=1, promise=promise) for each in each_found]
     front = pricing.front if load.front else None
     for _ in range(1 + load.settled):
@@ -128,21 +131,29 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
     return Report(figures, outcome.samples, info, decisions, pricing, longest)
 
 
-def drafts_apart(config: EngineConfig) -> SpeculativeSettings:
-    """Who drafts apart from its target. Raises ConfigError where nobody does."""
-    settings = read_settings(config.scheduler.speculative_config)
-    if settings is None or settings.model is None or settings.device is None:
+def who_drafts(config: EngineConfig, *, apart: bool) -> SpeculativeSettings | None:
+    """The model to price: on a device of its own (``apart``), or beside its target if it is named. Raises ConfigError
+    where none drafts apart."""
+    settings = asked_of(config)
+    if apart and (settings is None or settings.device is None):
         raise ConfigError(
             "--draft-device is where a draft model computes apart from its target; give --speculative-config with its model and a "
             "device, or leave it out."
         )
-    return settings
+    named = settings is not None and settings.device is None and settings.model != UNNAMED
+    return settings if apart or named else None
 
 
-def _placed_draft(draft: DraftOn, config: EngineConfig) -> Callable[[int, int], float]:
-    """What its passes take. Raises ConfigError or OutOfMemory where it does not fit."""
-    found = draft.priced(config)
-    found.placed()
+def _draft_seconds(draft: DraftOn, config: EngineConfig, device: Device) -> Callable[[int, int], float] | None:
+    """What its passes take; None: as draft_cost says. Raises ConfigError or OutOfMemory where it does not fit a device of
+    its own."""
+    settings, device_parts = read_settings(config.scheduler.speculative_config), config.device
+    if draft.device is None and settings is not None and settings.draft_cost:
+        return None
+    alone = replace(device_parts, tensor_parallel_size=1, pipeline_parallel_size=1, pipeline_layers=())
+    found = draft.priced(replace(config, device=alone), device)
+    if draft.device is not None:
+        found.placed()
     return found.decode_seconds
 
 

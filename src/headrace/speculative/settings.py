@@ -18,6 +18,7 @@ METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
 HEADS = ("eagle", "eagle3", "mtp")  # that go on from the target's hidden states
 MOST_DRAFTS = 16  # a row and step: what verification was tested with
 DEVICES = ("cpu", "cuda")
+UNNAMED = "-"  # a draft model that a simulation knows nothing of but its cost
 _ELSEWHERE = ("medusa", "mlp_speculator")
 _COMPUTING = ("draft_model", *HEADS)
 _WITH_MODEL = ("draft_model", "eagle", "eagle3")
