@@ -47,8 +47,8 @@ class DraftBlocks:
         last = {(row, index): block for group, row, index, block in edits if group == self.group}
         if not last:
             return
-        row, index = np.array(list(last), dtype=np.int32).T
-        block = np.array(list(last.values()), dtype=np.int32)
+        row, index = ints(list(last)).T
+        block = ints(list(last.values()))
         self._tables[row, index] = block
         first = np.full(len(self.bare), _ELSEWHERE)
         first[list(plan.rows)] = ints(plan.starts) // self._block_size

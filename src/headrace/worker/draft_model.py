@@ -224,7 +224,7 @@ class DraftModel(Drawing):
         for row, length in zip(rows[self._may_draft(rows)], lengths[self._may_draft(rows)], strict=True):
             while length - 1 - self._computed[row] > most:
                 begin = self._computed[row : row + 1]
-                self._hidden(np.array([row], dtype=np.int32), begin.copy(), np.array([most], dtype=np.int32))
+                self._hidden(ints([row]), begin.copy(), ints([most]))
                 self._computed[row] += most
 
     def _draw_drafts(self, rows: Ints, lengths: Ints, most: Ints) -> Callable[[], Ints] | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.kernels.sampling.reference import vocabulary_noise
 from headrace.speculative.tree import Belief, Found, Growing, Node, Tree
 from headrace.worker.draft_model import DraftModel, chunk_plan
-from headrace.worker.rows import Ints, PackedTree, Packing, Trait, iota, places_on
+from headrace.worker.rows import Ints, PackedTree, Packing, Trait, ints, iota, places_on
 from headrace.worker.speculator import Proposal
 
 _GROWN = Trait.SCORED | Trait.RANDOM | Trait.FILTERED
@@ -72,7 +72,7 @@ class TreeDrafts(DraftModel):
         found = self._best(self._hidden(rows, starts, lengths - starts), rows, lengths)
         for tree, each in zip(growing, found, strict=True):
             tree.add([each])
-        while len(live := np.array([at for at, each in enumerate(growing) if each.frontier], dtype=np.int32)):
+        while len(live := ints([at for at, each in enumerate(growing) if each.frontier])):
             nodes = [growing[at].frontier for at in live]
             self._look_behind(rows[live], lengths[live], most[live], nodes, growing, live)
         self._computed[rows] = lengths
@@ -103,9 +103,9 @@ class TreeDrafts(DraftModel):
     ) -> None:
         """One pass over the frontiers ``nodes`` of these rows."""
         self._write(rows, lengths, [[n.place - 1 for n in each] for each in nodes], [[n.token for n in each] for each in nodes])  # fmt: skip
-        counts = np.array([len(each) for each in nodes], dtype=np.int32)
+        counts = ints([len(each) for each in nodes])
         chunk = np.repeat(iota(len(rows)), counts)
-        place, depth = (np.array([getattr(n, name) for each in nodes for n in each], dtype=np.int32) for name in ("place", "depth"))  # fmt: skip
+        place, depth = (ints([getattr(n, name) for each in nodes for n in each]) for name in ("place", "depth"))  # fmt: skip
         ancestors = np.array([n.ancestors for each in nodes for n in each], dtype=np.int64)
         root = lengths - 1
         packed = PackedTree(root[chunk] + place, root, ancestors)
@@ -156,8 +156,8 @@ class TreeDrafts(DraftModel):
     ) -> None:
         """``tokens`` into the rows, at ``places`` after what each has."""
         counts = [len(each) for each in places]
-        at = np.repeat(lengths, counts) + np.array([place for each in places for place in each], dtype=np.int32)
-        ids = np.array([token for each in tokens for token in each], dtype=np.int32)
+        at = np.repeat(lengths, counts) + ints([place for each in places for place in each])
+        ids = ints([token for each in tokens for token in each])
         self._rows.put(np.repeat(rows, counts), at, ids)
 
 

@@ -458,7 +458,7 @@ def _drafts_before(plan: StepPlan, piece: slice) -> Ints:
 
 def _masks_of(masks: TokenMasks, piece: slice) -> RowMasks | None:
     """Those of the samples in ``piece``, counted from its first."""
-    samples = np.array(masks.samples, dtype=np.int32)
+    samples = ints(masks.samples)
     inside = (samples >= piece.start) & (samples < piece.stop)
     words = np.frombuffer(masks.words, dtype=np.int32).reshape(len(samples), masks.words_each)
     return RowMasks(samples[inside] - piece.start, words[inside]) if inside.any() else None

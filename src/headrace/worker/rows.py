@@ -182,11 +182,11 @@ def _host_row(new: NewRow, vocab_size: int) -> HostRow:
     return HostRow(
         params=params,
         traits=_traits(params, bad_words=bool(new.bad_word_ids), open_end=bool(stops)),
-        stop_ids=np.array(stops, dtype=np.int32) if stops else _NO_IDS,
+        stop_ids=ints(stops) if stops else _NO_IDS,
         allowed_ids=None
         if params.allowed_token_ids is None
         else np.frombuffer(params.allowed_token_ids.packed, dtype=np.int32),
-        bias_ids=np.array(list(bias), dtype=np.int32) if bias else _NO_IDS,
+        bias_ids=ints(list(bias)) if bias else _NO_IDS,
         bias_values=np.array(list(bias.values()), dtype=np.float32) if bias else _NO_VALUES,
         bad_words=_bad_words(new.bad_word_ids) if new.bad_word_ids else None,
     )
@@ -214,13 +214,13 @@ def _bad_words(words: tuple[tuple[int, ...], ...]) -> BadWords | None:
     words = tuple(word for word in words if word)
     if not words:
         return None
-    lengths = np.array([len(word) - 1 for word in words], dtype=np.int32)
+    lengths = ints([len(word) - 1 for word in words])
     return BadWords(
         last=np.array([word[-1] for word in words], dtype=np.int32),
         lengths=lengths,
         prefix=np.array([token for word in words for token in word[:-1]], dtype=np.int32),
         entry=np.repeat(iota(len(words)), lengths),
-        distance=np.array([len(word) - 1 - i for word in words for i in range(len(word) - 1)], dtype=np.int32),
+        distance=ints([len(word) - 1 - i for word in words for i in range(len(word) - 1)]),
     )
 
 
@@ -358,7 +358,7 @@ class Rows:
         ids = [new.token_ids for new in added]
         staging.put_wide(np.array([new.row for new in added], dtype=np.int64))
         staging.put(_param_bits(added))
-        staging.put(np.array([0, *accumulate(map(len, ids))], dtype=np.int32))
+        staging.put(ints([0, *accumulate(map(len, ids))]))
         staging.put_joined(ids)
 
     def _build(self, added: Sequence[NewRow], row: Tensor, bits: Tensor, begin: Tensor, ids: Tensor) -> None:

@@ -57,7 +57,7 @@ class Proposal:
     def table(self) -> Ints:
         """Where there are as many for each row, or they come from a device."""
         if isinstance(self.tokens, list):
-            return np.array(self.lists(), dtype=np.int32)
+            return ints(self.lists())
         return self.tokens.numpy() if isinstance(self.tokens, Tensor) else self.tokens()
 
 
@@ -120,7 +120,7 @@ class LookupProposer(Proposer):
             self._lookup.propose(self._ids[row, :length], count, self._tenants[row].pool)
             for row, length, count in parts
         ]
-        return Proposal(np.array([len(each) for each in tokens], dtype=np.int32), tokens)
+        return Proposal(ints([len(each) for each in tokens]), tokens)
 
     def _fetch(self, rows: Ints, lengths: Ints) -> None:
         missing = lengths - self._known[rows]
@@ -132,7 +132,7 @@ class LookupProposer(Proposer):
     def left(self, row: int, length: int) -> None:
         new = self._tenants.pop(row, None)
         if new is not None and length > new.num_prompt_tokens and self._lookup.keeps:
-            self._fetch(np.array([row], dtype=np.int32), np.array([length], dtype=np.int32))
+            self._fetch(ints([row]), ints([length]))
             self._lookup.keep(self._ids[row, new.num_prompt_tokens : length], new.pool)
 
 
@@ -240,7 +240,7 @@ class Speculator:
 
     def _write(self, rows: Ints, lengths: Ints, proposal: Proposal) -> None:
         """Drafts stand in their rows while they are verified."""
-        tokens = np.array([token for each in proposal.lists() for token in each], dtype=np.int32)
+        tokens = ints([token for each in proposal.lists() for token in each])
         if not len(tokens):
             return
         at = np.repeat(lengths, proposal.counts) + within(proposal.counts)
@@ -252,7 +252,7 @@ class Speculator:
         """Without the drafts that grammars refute. ``samples``: as TokenMasks names them; also returned as samples of the
         plan that comes of it. ``computed``: the plan's tokens have been, so that only samples are left out."""
         planned = np.array(drafts.counts, dtype=np.int32)
-        named, firsts, masks = np.unique(np.array(samples, dtype=np.int32), return_index=True, return_counts=True)
+        named, firsts, masks = np.unique(ints(samples), return_index=True, return_counts=True)
         kept = planned.copy()
         kept[named] = masks - 1
         begins = np.cumsum(kept + 1) - (kept + 1)
@@ -268,7 +268,7 @@ class Speculator:
                 for name in ("counts", "drafts")
             }
             back -= refuted[work]
-        counts, which = drafts.proposal.counts.copy(), np.array(drafts.which, dtype=np.int32)
+        counts, which = drafts.proposal.counts.copy(), ints(drafts.which)
         counts[which[which >= 0]] = kept[which >= 0]
         left = replace(drafts, proposal=replace(drafts.proposal, counts=counts))
         self._last = replace(plan, sample_back=as_array(back), **changes)
@@ -324,7 +324,7 @@ class Speculator:
     def _end_alike(self, drafts: Drafts, count: int, tokens: Sequence[int]) -> list[tuple[int, ...]]:
         """Of rows with as many drafts each, where nothing but tokens was asked for."""
         rows = np.array(drafts.rows)
-        samples = np.array(tokens, dtype=np.int32).reshape(len(rows), count + 1)
+        samples = ints(tokens).reshape(len(rows), count + 1)
         proposed = drafts.proposal.table()[drafts.which, :count] if count else samples[:, :0]
         lengths = self._lengths[rows]
         ends = (self.judge.count(rows, lengths, proposed, samples) + 1).tolist()
@@ -408,4 +408,4 @@ def _move(table: Tensor, block_size: int, cache: Tensor, row: Tensor, source: Te
 
 
 def _joined(parts: Sequence[Sequence[int]]) -> Ints:
-    return np.array([value for part in parts for value in part], dtype=np.int32)
+    return ints([value for part in parts for value in part])
