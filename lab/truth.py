@@ -223,7 +223,7 @@ def _measure(bench: _Bench, loads: Loads, runner: Runner, repeats: int = REPEATS
         _serve(loads, serving, f"a{number}", runner, seen)
         if not number and repeats:
             seen.held = _sized(bench, loads, runner, seen)
-            for part in settling(seen.held) if bench.kind != "cpu" else ():
+            for part in settling(seen.held) if bench.kind == "cuda" else ():
                 runner.run(part, f"s.{part.name}")
         if number < repeats:
             say(f"B, {number + 1} of {repeats}")

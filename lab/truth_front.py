@@ -39,8 +39,7 @@ def front_work(loads: Sequence[Path]) -> FrontWork | None:
 
 def _dues(row: Mapping[str, Any]) -> tuple[float, ...]:
     """How often FrontWork's prices were due, in its order, up to that of a step; ``front_work`` adds the ends, and
-    once what a load costs besides: being asked how long the front end computed. Messages: as the front end counted
-    them; else, tokens that a client saw at one time were one."""
-    seen = sum(len(set(each["arrivals"])) for each in row["requests"])
-    messages = row.get("messages", seen)
+    once what a load costs besides: its connections, and being asked how long the front end computed. Tokens that a
+    client saw at one time were one message."""
+    messages = sum(len(set(each["arrivals"])) for each in row["requests"])
     return row["completed"], row["total_input_tokens"], row["total_output_tokens"], messages, row["steps"]

@@ -19,16 +19,19 @@ from hypothesis import strategies as st
 
 from headrace.clock import VirtualClock
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from headrace.cost.prices import FrontPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, save_profile
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
-from headrace.planner.devices import Device, Efficiency, Share, find_device, known_devices
+from headrace.models.families import spec_from_config
+from headrace.planner import drive
+from headrace.planner.devices import Device, Efficiency, Share, find_device, known_devices, with_calibrations
 from headrace.planner.drive import Drive, Outcome
 from headrace.planner.executor import ModelledExecutor
 from headrace.planner.simulator import DraftOn, Load, Report, simulate, who_drafts
-from headrace.planner.step_time import StepPrice
+from headrace.planner.step_time import StepPrice, StepTime
 from headrace.planner.workload.conversations import conversations_of
 from headrace.planner.workload.load import Lengths, LoadRequest, arriving, drawn, prompt_ids
 from headrace.planner.workload.statistics import summarise
@@ -39,6 +42,7 @@ from tests.support.hash_engine import create_core
 from tests.support.outside import shared
 from tests.support.specs import SMALL
 
+SHAPES = Path(__file__).parents[2] / "lab" / "shapes"
 HIDDEN, WIDE, VOCAB, LAYERS = SMALL.hidden_size, SMALL.intermediate_size, SMALL.vocab_size, SMALL.num_layers
 SPEC = replace(SMALL, tied_head=True)
 WHOLE = Share(1.0, 1.0)
@@ -68,6 +72,7 @@ def driven(
     room: int | None = None,
     executor: Callable[[Any, VirtualClock], Executor] | None = None,
     plans: list[StepPlan] | None = None,
+    front: FrontPrices | None = None,
     **info: int,
 ) -> tuple[Outcome, EngineCore]:
     clock = VirtualClock()
@@ -78,7 +83,7 @@ def driven(
         runner.submit = lambda plan: (plans.append(plan), submit(plan))[1]  # type: ignore[method-assign]
     core = create_core(runner, SchedulerConfig(max_num_batched_tokens=64), clock, depth=depth)
     ids = partial(_ids, asked, facts.vocab_size)
-    return Drive([core], asked, ids, room=room, max_queue=10_000).run(), core
+    return Drive([core], asked, ids, room=room, max_queue=10_000, front=front).run(), core
 
 
 def _ids(asked: Sequence[LoadRequest], vocab_size: int, index: int) -> array[int]:
@@ -102,6 +107,52 @@ def test_the_host_shows_at_depth_0_and_hides_behind_the_device_from_depth_1_on()
     gaps = [driven([LoadRequest(30, 9, at=0.0)], depth=depth, host=0.02)[0].samples[0].gaps for depth in (0, 1, 2)]
     assert gaps[0] == pytest.approx([0.11 + 0.02] * 8)
     assert gaps[1] == pytest.approx([0.11] * 8) and gaps[2] == pytest.approx([0.11] * 8)
+
+
+def test_what_the_host_does_behind_a_step_delays_the_next_and_not_the_tokens_of_this_one() -> None:
+    """All of it counted before the device begins, an H200's first tokens were 0.3 to 0.8 ms late."""
+
+    def priced(plan: StepPlan) -> StepPrice:
+        return replace(by_tokens(plan), host_seconds=0.05, host_behind=0.03)
+
+    made: list[ModelledExecutor] = []
+
+    def create(facts: Any, clock: VirtualClock) -> Executor:
+        made.append(ModelledExecutor(facts, priced, clock))
+        return made[0]
+
+    outcome, core = driven([LoadRequest(30, 5, at=1.0)], executor=create)
+    assert outcome.samples[0].gaps == pytest.approx([0.11 + 0.05] * 4)
+    assert made[0].collected_at == pytest.approx(core.clock.now() - 0.03)
+    assert outcome.samples[0].ttft == pytest.approx(0.02 + 0.4 + 0.03)  # as seen without the executor's word
+
+
+def test_an_engine_that_has_served_the_same_before_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape with prompts is captured when it comes again: on a card, half of an 8B's first tokens were of graphs where
+    a simulation that began anew had a third."""
+    graphed, plain = list[bool](), StepTime.of_plan
+
+    def of_plan(self: StepTime, plan: StepPlan) -> StepPrice:
+        price = plain(self, plan)
+        graphed.extend([] if price.decode else [price.graph_tokens > 0])
+        return price
+
+    monkeypatch.setattr(StepTime, "of_plan", of_plan)
+    spec = spec_from_config(json.loads((SHAPES / "Llama-3.1-8B/config.json").read_text()))
+    load = Load(arriving(drawn(40, Lengths(500, 8, 0.9), seed=1), 12.0, seed=1), settled=True)
+    simulate(spec, EngineConfig(), with_calibrations(known_devices()["h200"]), load)
+    middle = len(graphed) // 2
+    assert sum(graphed[middle:]) > sum(graphed[:middle])
+
+
+def test_no_more_of_a_burst_joins_a_step_than_a_socket_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "PIPE", 3 * (drive.REQUEST_BYTES + 8 * drive.ID_BYTES))
+    plans: list[StepPlan] = []
+    driven([LoadRequest(8, 1, at=0.0)] * 8, plans=plans)
+    plain = [len(plan.rows) for plan in plans]
+    plans.clear()
+    driven([LoadRequest(8, 1, at=0.0)] * 8, plans=plans, front=FrontPrices())
+    assert plain == [8] and [len(plan.rows) for plan in plans] == [3, 3, 2]
 
 
 def test_a_request_that_comes_within_a_step_waits_for_its_end_and_counts_from_when_it_was_sent() -> None:

@@ -228,7 +228,6 @@ _ENERGY = {
     "joules_seconds": "headrace_energy_seconds_total",
 }  # where the server's device counts them
 _FRONT_CPU = "process_cpu_seconds_total"
-_MESSAGES = ("headrace_time_to_first_token_seconds_count", "headrace_inter_token_latency_seconds_count")
 _LINE = re.compile(rf"^(headrace_\w+|{_FRONT_CPU})(\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
 _CALIBRATED = ("headrace_step_prediction_error", '{prediction="calibrated"}')
 
@@ -253,8 +252,6 @@ def parse_steps(page: str) -> dict[str, float] | None:
     sums = {key: found[name, ""] for key, name in _SUMS.items() if (name, "") in found}
     if len(sums) < len(_SUMS):
         return None
-    messages = [value for (name, _), value in found.items() if name in _MESSAGES]
-    sums |= {"messages": sum(messages)} if messages else {}
     more = {
         "calibrated": _CALIBRATED,
         "front_cpu": (_FRONT_CPU, ""),
@@ -264,8 +261,7 @@ def parse_steps(page: str) -> dict[str, float] | None:
 
 
 def step_figures(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> dict[str, float]:
-    """For the steps in between: errors are predicted / measured − 1 (of a calibration: of the last steps). ``messages``:
-    that the front end sent tokens in, however the client came to read them."""
+    """For the steps in between: errors are predicted / measured − 1 (of a calibration: of the last steps)."""
     if before is None or after is None or after["steps"] <= before["steps"]:
         return {}
     steps, measured = after["steps"] - before["steps"], after["measured"] - before["measured"]
@@ -276,8 +272,6 @@ def step_figures(before: Mapping[str, float] | None, after: Mapping[str, float] 
     }
     if "front_cpu" in before and "front_cpu" in after:
         figures["front_cpu_seconds"] = after["front_cpu"] - before["front_cpu"]
-    if "messages" in before and "messages" in after:
-        figures["messages"] = after["messages"] - before["messages"]
     predicted = after["predicted"] - before["predicted"]
     if predicted > 0 and measured > 0:
         figures["step_prediction_error"] = predicted / measured - 1.0

@@ -45,7 +45,8 @@ class HostPrices:
 
     ``launch``: for a step with parts of prompts whose kernels the host launches one by one while the device already
     computes; such a step ends no sooner. ``record``: capturing a graph of one, after it. ``graphed``: submitting one
-    that a graph computes, beyond a decode step's cost.
+    that a graph computes, beyond a decode step's cost. Of all these, ``behind`` (of a step), ``graph_behind`` (of a
+    graph) and what sequences take pass once the device has begun: for who waits for this step they do not count.
     """
 
     step: float = 0.0
@@ -55,12 +56,20 @@ class HostPrices:
     launch: float = 0.0
     record: float = 0.0
     graphed: float = 0.0
+    behind: float = 0.0
+    graph_behind: float = 0.0
 
     def seconds(self, rows: int, added: int = 0, tokens: int = 0, *, graphed: bool = False) -> float:
         """``added`` new sequences, with ``tokens`` tokens in all."""
         return (
             self.step + self.row * rows + self.added * added + self.token * tokens + (self.graphed if graphed else 0.0)
         )
+
+    def seconds_behind(self, rows: int, *, graphed: bool = False) -> float:
+        """Of ``seconds``."""
+        if not self.behind:
+            return 0.0
+        return self.behind + self.row * rows + (self.graph_behind if graphed else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +125,16 @@ class FrontPrices:
 class Classes:
     """Classes of steps by their tokens (up to the first bound, the second, …, more). With ``apart``, steps with parts
     of prompts have the last two classes, one for those that graphs compute and one for those launched kernel by kernel,
-    and the bounds apply to steps with decode tokens only."""
+    and the bounds apply to steps with decode tokens only.
+
+    ``middle``: kernels are what they are however they are launched. So GEMMs of steps with prompts are in the class of
+    as many single tokens up to its first number, in the last class but one up to its second, else in the last; and
+    attention of decode tokens is in the class of as many sequences as are sampled. None: both are in the step's.
+    """
 
     bounds: tuple[int, ...] = ()
     apart: bool = False
+    middle: tuple[int, int] | None = None
 
     def place(self, tokens: int, *, decode: bool, graphed: bool = False) -> int:
         """``decode``: every sequence computes a single token. ``graphed``: one graph computes the prompts."""
@@ -127,9 +142,30 @@ class Classes:
             len(self.bounds) + (1 if graphed else 2) if self.apart and not decode else bisect_left(self.bounds, tokens)
         )
 
+    def gemm_place(self, load: StepLoad, *, decode: bool) -> int:
+        if self.middle is None or decode:
+            return self.place(load.tokens, decode=decode, graphed=load.graphed)
+        tokens = load.graph_tokens or load.tokens
+        return self.place(tokens, decode=tokens <= self.middle[0], graphed=tokens <= self.middle[1])
+
+    def keys_place(self, load: StepLoad, *, decode: bool) -> int:
+        if self.middle is None or decode:
+            return self.place(load.tokens, decode=decode, graphed=load.graphed)
+        return self.place(load.sampled, decode=True)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Suffixes of parameter names, one per class; empty if there is only one."""
+        return (*self._names, *([" with prompts, as a graph", " with prompts"] if self.apart else []))
+
+    @property
+    def gemm_names(self) -> tuple[str, ...]:
+        if self.middle is None:
+            return self.names
+        return (*self._names, f" with prompts, of up to {self.middle[1]} tokens", " with prompts, of more")
+
+    @property
+    def _names(self) -> list[str]:
         edges = (0, *self.bounds)
         kinds = [
             f" of {low + 1} to {high} tokens" if low + 1 < high else f" of {high} token{'s' * (high > 1)}"
@@ -137,10 +173,7 @@ class Classes:
         ]
         kinds += [f" of more than {self.bounds[-1]} tokens"] if self.bounds else []
         kinds = [f"{each}, no prompts" for each in kinds] if self.apart else kinds
-        return (
-            *(kinds or [" without prompts" if self.apart else ""]),
-            *([" with prompts, as a graph", " with prompts"] if self.apart else []),
-        )
+        return kinds or [" without prompts" if self.apart else ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +213,10 @@ class StepPrices:
         if not tokens:
             return self.fixed[place]
         parts = (
-            (self.products[place], work.products),
+            (self.products[self.classes.gemm_place(load, decode=decode)], work.products),
             (self.products[self.classes.place(sampled, decode=True)], work.head),
             (self.experts, work.experts),
-            (self.decode[place], work.decode),
+            (self.decode[self.classes.keys_place(load, decode=decode)], work.decode),
             (self.prompts, work.prompts),
         )
         total = 0.0

@@ -41,6 +41,8 @@ def load(kind: type[T], path: Path, what: str, remedy: str, **version: int) -> T
         return made_of(kind, stored)
     except KeyError as error:
         raise ConfigError(f"{what} {path} cannot be read ({error} is missing); {remedy}.") from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"{what} {path} is not there; give the path of a file that is.") from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{what} {path} cannot be read ({why}); {remedy}.") from error

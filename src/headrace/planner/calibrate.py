@@ -32,6 +32,7 @@ from headrace.cost.calibrated import CalibratedSteps, Covered, FittedRun, Parame
 from headrace.cost.cost_model import CostModel
 from headrace.cost.prices import FrontPrices, HostPrices
 from headrace.cost.run_facts import RunFacts, shape_of
+from headrace.cost.shapes import multiplications
 from headrace.errors import ConfigError
 from headrace.planner.against import read_samples
 from headrace.planner.devices import Device, classes_of
@@ -43,6 +44,7 @@ from headrace.planner.workload.statistics import Sample
 
 LAUNCHED_LATE = 1e-3  # s: a step that ends so soon after its last launch may have waited for it
 LEAST_LIMIT = 0.95  # on a card nothing is quicker than its limits, which were measured to a few parts in a hundred
+LEAST_IDLE = 5  # steps that an idle device began with
 _HOST_FLOOR = 2e-5  # s: differences below are all alike
 
 
@@ -75,7 +77,8 @@ def _fitted(
 ) -> CalibratedSteps:
     facts, profile = runs[0].facts, device.profile
     bandwidth, rate = profile.read_bandwidth, profile.gemm_rate(facts.dtype)
-    classes = classes_of(device.kind, eager=bool(facts.switches.get("enforce_eager")))
+    eager = bool(facts.switches.get("enforce_eager"))
+    classes = classes_of(device.kind, eager=eager, products=multiplications(cost_model.spec))
     assumed = device.efficiency.prices(0, classes=classes)
     observed = [_observed(step, cost_model) for step in own]
     found = fit_steps(
@@ -193,7 +196,27 @@ def fit_host(runs: Sequence[RecordedRun], steps: Sequence[RecordedStep]) -> tupl
     none = "" if times else "no step was recorded; taken to be nothing"
     parameters.append(Parameter("recording a graph, seconds", record, 0.0, times, none))
     step, row, added, token = (float(each) for each in values)
-    return HostPrices(step, row, added, token, launch, record, graphed), tuple(parameters)
+    host = HostPrices(step, row, added, token, launch, record, graphed)
+    if not runs[0].facts.inline:
+        behind, graph_behind = behind_of(host, decode, [step for step in steps if step.load.graphed])
+        host = replace(host, behind=behind, graph_behind=graph_behind)
+    return host, tuple(parameters)
+
+
+def behind_of(host: HostPrices, decode: Sequence[RecordedStep], graphed: Sequence[RecordedStep]) -> tuple[float, float]:
+    """Of a step's and of a graph's seconds, those that pass once the device could begin: a step's, once it is handed
+    over; a graph's, once an idle device has begun."""
+    if not decode:
+        return 0.0, 0.0
+    handed_over = median(step.queued - step.scheduled for step in decode)
+    idle = [step for step in graphed if not step.continuous]
+    if len(idle) < LEAST_IDLE:
+        return max(0.0, host.step - handed_over), 0.0
+    begun = [
+        step.ended - step.seconds - step.scheduled - host.added * step.added - host.token * step.added_tokens
+        for step in idle
+    ]
+    return max(0.0, host.step - handed_over), max(0.0, host.graphed - (median(begun) - handed_over))
 
 
 def _between(run: RecordedRun) -> list[tuple[RecordedStep, float]]:

@@ -38,6 +38,8 @@ Chip = tuple[tuple[int, int], int]  # compute capability, and streaming multipro
 CPU_CLASSES = Classes((40,))  # as many rows the CPU's own product takes (kernels/linear/native.py)
 # forms of flat products (kernels/linear/measured.json); steps of single tokens are replayed
 GPU_CLASSES = Classes((1, 16, 32, 64), apart=True)
+FEW_TOKENS = 256  # whose GEMMs are as quick with prompts as without
+FILLED = 1.4e11  # multiplications by a layer's weights, from which on its GEMMs fill a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +146,13 @@ def known_devices() -> Mapping[str, Device]:
     }  # fmt: skip
 
 
-def classes_of(kind: str, *, eager: bool = False) -> Classes:
-    """Steps that different kernels compute. ``eager``: nothing is replayed."""
-    return CPU_CLASSES if kind == "cpu" else replace(GPU_CLASSES, apart=not eager)
+def classes_of(kind: str, *, eager: bool = False, products: float | None = None) -> Classes:
+    """Steps that different kernels compute. ``eager``: nothing is replayed. ``products``: multiplications by a layer's
+    weights, for each token; with them GEMMs have classes of their own."""
+    if kind == "cpu":
+        return CPU_CLASSES
+    middle = None if products is None or eager else (FEW_TOKENS, max(2 * FEW_TOKENS, round(FILLED / products)))
+    return replace(GPU_CLASSES, apart=not eager, middle=middle)
 
 
 def find_device(name: str, *, threads: int, memory: int | None, free_memory: int, folder: Path | None = None) -> Device:

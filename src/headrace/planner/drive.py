@@ -20,9 +20,10 @@ import itertools
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
+from types import MappingProxyType
 from typing import Any
 
 from headrace.config import DeviceConfig
@@ -32,10 +33,14 @@ from headrace.disagg.notes import Note, Sent, Want
 from headrace.disagg.roles import Roles, Targets
 from headrace.engine.core import EngineCore
 from headrace.engine.routing import Router
+from headrace.planner.executor import ModelledExecutor
 from headrace.planner.workload.load import LoadRequest
 from headrace.planner.workload.statistics import Sample
 from headrace.request import FinishReason, Request, SamplingParams, SequenceOutput
 
+# Bytes that the socket between a front end and an engine holds (Linux's default): the engine empties it before each
+# step, so of a burst of long prompts no more join one.
+PIPE, ID_BYTES, REQUEST_BYTES = 212_992, 4, 200
 READ = 0.15  # of a request's work: seen in bursts of 160 requests of 256 and 2,112 tokens
 Message = tuple[float, list[SequenceOutput]]  # when its client sees it, and what the request got, in order
 
@@ -227,9 +232,11 @@ class Drive:
         front: FrontPrices | None = None,
         router: Router | None = None,
         between: Between | None = None,
+        executors: Mapping[EngineCore, ModelledExecutor] = MappingProxyType({}),
     ) -> None:
-        """``between``: cores that compute prompts and those that answer; None: all do both."""
-        self._cores, self._router, self._between = cores, router, between
+        """``between``: cores that compute prompts and those that answer; None: all do both. ``executors``: that say when
+        they collected a step; of others, the host has done all that comes behind it."""
+        self._cores, self._router, self._between, self._executors = cores, router, between, executors
         # a heap: what steps brought, by their end
         self._brought: list[tuple[float, int, Sequence[SequenceOutput]]] = []
         self._asked = asked
@@ -248,6 +255,7 @@ class Drive:
         self._open = any(asked[index].at is not None for index in self._first)
         # closed loop: since when each client that is in no conversation has been free
         self._free = [] if self._open else [0.0] * min(self._room, len(asked))
+        self._piped = 0  # bytes of requests that came since the last step
         self._full_until = 0.0  # as many as there is room for were under way
         self._now = 0.0
         self._live: dict[int, Sample] = {}
@@ -275,7 +283,7 @@ class Drive:
         yield (self._messages[0][0] if self._messages else math.inf), self._show
         yield self._next_due(), self._send_due
         yield (self._front.due if self._front is not None else math.inf), self._turn
-        yield (self._coming[0][0] if self._coming else math.inf), self._deliver
+        yield self._next_coming(), self._deliver
         if self._between is not None:
             yield self._between.due, self._between.pass_on
 
@@ -285,12 +293,14 @@ class Drive:
         return core, core.clock.now() if core.has_work else math.inf
 
     def _step(self, core: EngineCore) -> None:
+        self._piped = 0
         outputs, blocks = core.step(), core.scheduler.cache
         if self._between is not None:
             outputs = self._between.seen(core, outputs)
         self._outcome.most_used_blocks = max(self._outcome.most_used_blocks, blocks.num_used_blocks)
         if outputs:
-            heapq.heappush(self._brought, (core.clock.now(), self._outcome.steps, outputs))
+            at = self._executors[core].collected_at if core in self._executors else core.clock.now()
+            heapq.heappush(self._brought, (at, self._outcome.steps, outputs))
             self._outcome.steps += 1
 
     def _next_due(self) -> float:
@@ -306,8 +316,15 @@ class Drive:
             found.append([(at if self._open else max(at, self._free[0]), self._first[0])])
         return found
 
+    def _next_coming(self) -> float:
+        """When the next request is in a core; infinite where it must wait for a step, which makes room for it."""
+        full = self._piped >= PIPE * len(self._cores) and any(core.has_work for core in self._cores)
+        return self._coming[0][0] if self._coming and not full else math.inf
+
     def _deliver(self) -> None:
-        self._add(heapq.heappop(self._coming)[1])
+        index = heapq.heappop(self._coming)[1]
+        self._piped += REQUEST_BYTES + ID_BYTES * self._asked[index].prompt
+        self._add(index)
 
     def _send_due(self) -> None:
         queue = min(self._sendable())

@@ -1,8 +1,8 @@
 """A device that only says how long it would take: the core, scheduler and cache over it are the real ones.
 
-Time is virtual. Handing over a step takes the host ``host_seconds``; the device begins a step when it has it and has
-ended the one before. So at depth 0 the device waits for the host, and from depth 1 on it does not, as far as its steps
-are longer.
+Time is virtual. Handing over a step takes the host ``host_seconds``, less what it does once it has collected one; the
+device begins a step when it has it and has ended the one before. So at depth 0 the device waits for the host, and from
+depth 1 on it does not, as far as its steps are longer.
 
 Tokens are a function of (sequence, position), so answers depend on neither batches, preemption nor depth, and hardly
 any two begin alike.
@@ -73,6 +73,7 @@ def _share(number: int) -> float:
 class _Timed(Ticket):
     result: StepResult
     ready_at: float
+    host_behind: float = 0.0
 
 
 class ModelledExecutor:
@@ -96,6 +97,8 @@ class ModelledExecutor:
         self._clock = clock
         self._ratio = ratio
         self._host_seconds = host_seconds
+        self.collected_at = 0.0  # the last step
+        self._host_free = 0.0  # when the host had done what came behind it
         self._busy = [0.0] * info.stages  # until when
         self._ends: deque[float] = deque(maxlen=info.stages)  # of so many steps, whose tokens the next one goes on from
         self._rested_at = -math.inf
@@ -108,8 +111,8 @@ class ModelledExecutor:
     def submit(self, plan: StepPlan) -> _Timed:
         price = self._price(plan)
         now = self._clock.now()
-        began = now + self._host_seconds + price.host_seconds
-        pause = now - self._busy[0] if now > self._busy[0] + PAUSE else 0.0
+        began = now + self._host_seconds + price.host_seconds - price.host_behind
+        pause = now - self._busy[0] if now > max(self._busy[0], self._host_free) + PAUSE else 0.0
         if pause > RESTED:
             self._rested_at = now
         for new in plan.rows_added:
@@ -131,7 +134,7 @@ class ModelledExecutor:
         self.counts.add(len(plan.rows), plan.num_tokens, price, seconds)
         result = StepResult(plan.step_id, tokens, device_seconds=seconds, graph_tokens=price.graph_tokens,
                             recorded=price.record_seconds > 0.0, drafted=drafted, ahead=ahead)  # fmt: skip
-        ticket = _Timed(plan.step_id, result, end)
+        ticket = _Timed(plan.step_id, result, end, price.host_behind)
         self._in_flight.append(ticket)
         return ticket
 
@@ -211,6 +214,9 @@ class ModelledExecutor:
         ticket = self._in_flight.popleft()
         self._runs.collected += 1
         self._clock.sleep_until(ticket.ready_at)
+        self.collected_at = self._clock.now()
+        self._host_free = self.collected_at + ticket.host_behind
+        self._clock.sleep_until(self._host_free)
         return ticket.result
 
     def recover(self) -> None:

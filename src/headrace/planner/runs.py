@@ -208,9 +208,10 @@ class _Trace:
         ):
             return None
         (scheduled, _), (submitted, queued), (awaited, collected) = host["schedule"], host["submit"], host["collect"]
+        saved = () if load.graph_tokens else load.saved  # a graph reads shared keys for each of its sequences
         return RecordedStep(
             step_id=found.step,
-            load=StepLoad(found.tokens, found.sampled, load.pairs, load.keys, load.lone, load.saved, load.graph_tokens),
+            load=StepLoad(found.tokens, found.sampled, load.pairs, load.keys, load.lone, saved, load.graph_tokens),
             rows=found.rows,
             added=load.added,
             added_tokens=load.added_tokens,

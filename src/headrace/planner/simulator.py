@@ -113,7 +113,8 @@ def simulate(spec: DecoderSpec, config: EngineConfig, device: Device, load: Load
         if router is not None and config.device.prefill_replicas:
             between = Between(cores, config.device, router, Targets.of(config.scheduler), device.host_bandwidth)
         outcome = Drive(
-            cores, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front, router=router, between=between
+            cores, load.asked, ids, room=load.max_concurrency, max_queue=load.max_queue, front=front, router=router, between=between,
+            executors=dict(replicas),
         ).run()  # fmt: skip
     counts = [executor.counts for _, executor in replicas]
     figures = figures_of(outcome, cores, counts, device, found.dtype, load.limits or {}, load.percentiles)

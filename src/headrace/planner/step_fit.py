@@ -109,6 +109,8 @@ class _Columns:
         self._place = np.array(
             [classes.place(each.load.tokens, decode=each.decode, graphed=each.load.graphed) for each in observed]
         )
+        self._gemm_place = np.array([classes.gemm_place(each.load, decode=each.decode) for each in observed])
+        self._keys_place = np.array([classes.keys_place(each.load, decode=each.decode) for each in observed])
         self._head_place = np.array([classes.place(each.load.sampled, decode=True) for each in observed])
         self._columns: list[_Column] = []
 
@@ -122,16 +124,16 @@ class _Columns:
     def all(self) -> list[_Column]:
         assumed, names = self._assumed, self._assumed.classes.names
         products, head, decode = self._amounts("products"), self._amounts("head"), self._amounts("decode")
-        for index, name in enumerate(names):
+        for index, name in enumerate(self._assumed.classes.gemm_names):
             sources = np.stack(
-                [products * (self._place == index)[:, None], head * (self._head_place == index)[:, None]]
+                [products * (self._gemm_place == index)[:, None], head * (self._head_place == index)[:, None]]
             )
             self._pair(f"products{name}", sources, assumed.products[index], 2 * (index - 1) if index else None)
         for index, name in enumerate(names):
             before = len(self._columns) - 2 if index else None
             self._pair(
                 f"attention of single tokens{name}",
-                (decode * (self._place == index)[:, None])[None],
+                (decode * (self._keys_place == index)[:, None])[None],
                 assumed.decode[index],
                 before,
             )

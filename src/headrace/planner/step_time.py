@@ -22,15 +22,17 @@ from headrace.request import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """``floor_seconds``: at the limits themselves. ``host_seconds`` pass on the host before it hands a step over,
-    ``launch_seconds`` while it does: the device is at it meanwhile, and ends no sooner. ``record_seconds`` pass on the
-    host behind it. ``after`` says what comes on top, so many seconds after the last work and since a rest ended."""
+    """``floor_seconds``: at the limits themselves. ``host_seconds`` pass on the host before it hands a step over, but for
+    ``host_behind`` of them, which pass once it has collected the step; ``launch_seconds`` while it hands it over: the
+    device is at it meanwhile, and ends no sooner. ``record_seconds`` pass on the host behind it. ``after`` says what
+    comes on top, so many seconds after the last work and since a rest ended."""
 
     seconds: float
     floor_seconds: float
     bytes: float
     flops: float
     host_seconds: float = 0.0
+    host_behind: float = 0.0
     launch_seconds: float = 0.0
     record_seconds: float = 0.0
     after: Callable[[float, float], float] | None = None
@@ -80,8 +82,14 @@ class StepTime:
         if not decode and not plan.prompt_logprobs:
             load, recorded = self._graphed(load, rows)
         tokens = sum(len(new.token_ids) for new in plan.rows_added)
-        host = self._prices.host.seconds(rows, len(plan.rows_added), tokens, graphed=load.graphed)
-        return self._price(load, rows, decode, host, self._prices.host.record if recorded else 0.0)
+        prices = self._prices.host
+        price = self._price(load, rows, decode)
+        return replace(
+            price,
+            host_seconds=prices.seconds(rows, len(plan.rows_added), tokens, graphed=load.graphed),
+            host_behind=prices.seconds_behind(rows, graphed=load.graphed),
+            record_seconds=prices.record if recorded else 0.0,
+        )
 
     def of_load(self, load: StepLoad, *, rows: int = 1, decode: bool = True) -> StepPrice:
         """``rows`` sequences; ``decode``: each computes a single token. Of an engine that has captured what it
@@ -104,12 +112,13 @@ class StepTime:
         self._shapes.add((shape,))
         return load, True
 
-    def _price(self, load: StepLoad, rows: int, decode: bool, host: float = 0.0, record: float = 0.0) -> StepPrice:
+    def _price(self, load: StepLoad, rows: int, decode: bool) -> StepPrice:
         self._note(load.tokens, rows)
         seconds, floor, moved, flops = self._sums(load, decode)
         launch = 0.0 if (decode or load.graphed) and self._prices.classes.apart else self._prices.host.launch
+        after, graph = self._prices.after, load.graph_tokens
         return StepPrice(
-            seconds, floor, moved, flops, host, launch, record, self._prices.after, decode, load.graph_tokens
+            seconds, floor, moved, flops, launch_seconds=launch, after=after, decode=decode, graph_tokens=graph
         )
 
     def _note(self, tokens: int, rows: int) -> None:
