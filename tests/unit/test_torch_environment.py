@@ -4,10 +4,17 @@ word."""
 from __future__ import annotations
 
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from headrace.torch_environment import HUGE_PAGES, SPIN_COUNT, prepare_for_torch
+from headrace import torch_environment
+from headrace.torch_environment import HUGE_PAGES, SPIN_COUNT, load_ahead, prepare_for_torch
+
+LATER = "torch._meta_registrations"
 
 
 @pytest.mark.parametrize(
@@ -30,3 +37,23 @@ def test_the_users_word_stands(
     assert (os.environ.get("GOMP_SPINCOUNT"), os.environ[HUGE_PAGES]) == (count, pages)
     for name in ("GOMP_SPINCOUNT", HUGE_PAGES):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "own", "left_out"), [("2.11.0", True, True), ("2.11.0", False, False), ("2.13.0", True, False)]
+)
+def test_a_process_of_ours_leaves_out_what_that_torch_can_do_without(
+    version: str, own: bool, left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '{version}+cu130'\n")
+    monkeypatch.setattr(
+        torch_environment, "find_spec", lambda _: ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    )
+    for name in ("torch", LATER):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    load_ahead(own=own)
+    assert (LATER in sys.modules) == left_out
+    if left_out:  # whoever wants it after all gets it
+        monkeypatch.setattr(torch_environment, "import_module", lambda name: SimpleNamespace(meta=name))
+        assert sys.modules[LATER].meta == LATER and LATER not in sys.modules
+    monkeypatch.delitem(sys.modules, LATER, raising=False)

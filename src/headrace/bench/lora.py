@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, config: EngineConfig) -> int:
             if core.adapters is not None:
                 for each in found:
                     core.adapters.require(each.lora_name, each.lora_path)
-            _ask(llm, args, -1, [None, *found[:TRIED]])  # every kernel has been used once
+            _ask(llm, args, -1, [None, *found[-TRIED:]])  # every kernel has been used once, with the least popular
             sides = {BASE: [None] * args.num_prompts} | {
                 name: _chosen(name, found, args.num_prompts) for name in args.popularity
             }
