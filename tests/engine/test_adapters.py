@@ -25,6 +25,7 @@ from headrace.lora import peft
 from headrace.lora.device import DeviceAdapters
 from headrace.lora.layout import Layout, create_layout
 from headrace.lora.peft import read_adapter
+from headrace.lora.pinned import pinned_zeros
 from headrace.lora.reading import create_packing, read_factors
 from headrace.lora.slots import AdapterSlots
 from headrace.models.families import spec_from_config
@@ -379,3 +380,25 @@ def test_a_planted_defect_is_found(
     for (owner, name), replacement in DEFECTS[defect].items():
         monkeypatch.setattr(owner, name, replacement)
     assert _crowd(llama) != crowd
+
+
+def test_host_memory_of_adapters_is_registered_until_nobody_has_any_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, status = dict[int, int](), 0
+
+    def register(address: int, size: int, _: int) -> int:
+        known[address] = size
+        return status
+
+    card = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=known.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: card)
+    found = pinned_zeros(3, 2**20, torch.bfloat16)
+    assert known == {found.data_ptr(): 6 * 2**20} and found.data_ptr() % 2**21 == 0
+    assert found.shape == (3, 2**20) and not found.any()
+    last = found[2]
+    del found
+    assert known
+    del last
+    assert not known
+    status, other = 1, torch.zeros(1)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: other)
+    assert pinned_zeros(1, 8, torch.float32) is other

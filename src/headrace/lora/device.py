@@ -48,6 +48,11 @@ class Reading:
         return read_factors(adapter, self.packing, self.dtype, pinned=self.pinned, cuts=self.cuts)
 
 
+def _outlive_copies(held: HostAdapter) -> None:
+    """Copies from it may be under way, in a queue that the thread of steps does not wait for."""
+    torch.cuda.synchronize()
+
+
 class DeviceAdapters:
     """``load`` and ``drop`` are told by the executor's control verb; ``bring`` by plans, which name none but the
     loaded."""
@@ -71,6 +76,8 @@ class DeviceAdapters:
     def _let_go(self, name: str, held: HostAdapter | None) -> None:
         if self._held.get(name) is held:
             self._held.pop(name, None)
+        if self._reading.pinned and held is not None:
+            self._pool.submit(_outlive_copies, held)
 
     def outcomes(self, wait: float) -> list[AdapterOutcome]:
         """Of those that have come, or could not, since. ``wait``: seconds that the first may be waited for."""

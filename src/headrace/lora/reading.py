@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace.errors import ModelError
 from headrace.lora.layout import Layout, Run, pack
 from headrace.lora.peft import Adapter, Factors
+from headrace.lora.pinned import pinned_zeros
 from headrace.models.checkpoint import DTYPES, MappedFiles
 from headrace.models.safetensors_file import TensorEntry
 from headrace.parallel.shares import Cut
@@ -106,7 +107,8 @@ def read_factors(
         for each in adapter.factors
     )
     packed = packing(named)
-    image = torch.zeros(packed.count, packed.block, dtype=dtype, pin_memory=pinned)
+    shape = packed.count, packed.block
+    image = pinned_zeros(*shape, dtype) if pinned else torch.zeros(shape, dtype=dtype)
     files, modules = MappedFiles(), []
     try:
         with torch.inference_mode():

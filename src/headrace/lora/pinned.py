@@ -1,0 +1,46 @@
+"""Host memory that a GPU copies from without a thread's help, allocated while the GPU works.
+
+Where torch asks the driver for pinned memory, nobody launches a kernel until it has been cleared: with four threads that
+allocate 14 MiB each, a launch took 26 ms (median, H200). Memory that lies there already, in pages of 2 MiB, is registered in
+2 ms, and a launch meanwhile took 0.02 ms (5 at worst).
+
+What lives here: that memory. What may not: what lies in it, and when it goes: behind the last copy from it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_PAGE = 2 * 2**20
+
+
+class _Pages(mmap.mmap):
+    """``registered``: the address that the driver knows, until nobody has any of it."""
+
+    registered = 0
+
+    def __del__(self) -> None:
+        if self.registered and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.registered)
+
+
+def pinned_zeros(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """[rows, columns]. torch's own where the driver registers no memory."""
+    size = rows * columns * dtype.itemsize
+    whole = -(-size // _PAGE) * _PAGE
+    pages = _Pages(-1, whole + _PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    held = np.frombuffer(pages, dtype=np.uint8)
+    address = -(-held.ctypes.data // _PAGE) * _PAGE
+    found = torch.from_numpy(held[address - held.ctypes.data :][:size]).view(dtype).view(rows, columns)
+    found.zero_()  # pages come when they are touched
+    if int(torch.cuda.cudart().cudaHostRegister(address, whole, 0)):
+        return torch.zeros(rows, columns, dtype=dtype, pin_memory=True)
+    pages.registered = address
+    return found
