@@ -22,7 +22,7 @@ from headrace.kernels.sums.reference import Normed, Onto, normed, onto
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _THREADS = 256
 _LINES = 2**18  # of 16 bytes each, that a rank sends in one call to all others: as many as threads fit on the device
-_LINES_A_THREAD = 4  # of a row that is normed
+_LINES_A_ROW = 1024  # that is normed, by as many threads
 _CHUNK_BYTES, _CHUNKS = 2**24, 4  # of rows that are sent while others are computed
 _CHUNK_ROWS = 2048  # at most: products of fewer rows are as fast, and what is sent last is waited for
 _HANDLE_BYTES = 64
@@ -52,11 +52,11 @@ def _check(status: int, doing: str) -> None:
 
 
 class OneShot:
-    """Of the current device. Made by all ranks at once; ``gather``: of bytes, side by side. Raises DriverError or
-    CompileError."""
+    """Of the current device. Made by all ranks at once; ``gather``: of bytes, side by side. ``begins_with_sum``: each step
+    does, so whoever sends in it knows that all before it has been read. Raises DriverError or CompileError."""
 
-    def __init__(self, rank: int, size: int, gather: Gather) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, size: int, gather: Gather, *, begins_with_sum: bool) -> None:
+        self._rank, self._begins = rank, begins_with_sum
         self.lines = _LINES // (size - 1)
         device = torch.cuda.current_device()
         text = nvrtc.source("sums/one_shot.cu")
@@ -120,12 +120,14 @@ class OneShot:
         return x, scaled, squares
 
     def takes_normed(self, x: Tensor, rows: int, width: int) -> bool:
-        """Of so many rows, from those of ``x`` [rows, inner]: few in one launch; more in chunks, but in no graph, which
-        would send all to the same places."""
+        """Of so many rows, from those of ``x`` [rows, inner]: few in one launch; more in chunks. In a graph, whose chunks
+        go to the same places whenever it is replayed, only where ``begins_with_sum``."""
         lines = width // 8
-        if x.dtype is not torch.bfloat16 or width % 8 or lines > _LINES_A_THREAD * _THREADS or not rows:
+        if x.dtype is not torch.bfloat16 or width % 8 or lines > _LINES_A_ROW or not rows:
             return False
-        return rows * lines <= self.lines or (self._side is not None and not torch.cuda.is_current_stream_capturing())
+        if rows * lines <= self.lines:
+            return True
+        return self._side is not None and (self._begins or not torch.cuda.is_current_stream_capturing())
 
     def add_normed(
         self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, scale: Tensor, eps: float
@@ -166,9 +168,10 @@ class OneShot:
         """``source``: where the other rank's comes; 0: it comes into the inbox, from the same kernel."""
         stream = torch.cuda.current_stream(x.device).cuda_stream
         assert x.is_contiguous() and residual.is_contiguous()
+        lines = x.shape[1] // 8
         self._normed.launch(
-            len(x), _THREADS, stream, self._inboxes, *(c_void_p(each.data_ptr()) for each in (x, residual, scale, total, y)),
-            c_uint64(source), c_void_p(self._state.data_ptr()), c_void_p(self._stop.data_ptr()), c_int(x.shape[1] // 8),
+            len(x), -(-lines // 32) * 32, stream, self._inboxes, *(c_void_p(each.data_ptr()) for each in (x, residual, scale, total, y)),
+            c_uint64(source), c_void_p(self._state.data_ptr()), c_void_p(self._stop.data_ptr()), c_int(lines),
             c_float(eps), c_int(scale.dtype == torch.float32), c_int(self._rank), pdl=True,
         )  # fmt: skip
 

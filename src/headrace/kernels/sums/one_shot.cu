@@ -143,15 +143,14 @@ __device__ __forceinline__ float squared(const float (&x)[8]) {
   return square;
 }
 // Of all threads of a program, for all.
-__device__ __forceinline__ float everybodys(float value) {
-  __shared__ float warps[THREADS / 32];
+__device__ __forceinline__ float everybodys(float value, int count) {
+  __shared__ float warps[32];
 #pragma unroll
   for (int step = 16; step; step /= 2) value += __shfl_xor_sync(0xffffffffu, value, step);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
   value = 0;
-#pragma unroll
-  for (int warp = 0; warp < THREADS / 32; warp++) value += warps[warp];
+  for (int warp = 0; warp < count; warp++) value += warps[warp];
   return value;
 }
 
@@ -175,59 +174,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) one_shot_onto(const __g
     for (int j = 0; j < 8; j++) sum[j] *= by[j];
     scaled[i] = packed(sum);
   }
-  square = everybodys(square);
+  square = everybodys(square, THREADS / 32);
   if (threadIdx.x == 0) squares[piece * rows + row] = square;
   finish(state, call);
 }
 
-// A program takes a row, of up to PER · THREADS lines. from: where the other rank's x comes by itself, of two; 0: it is sent by this kernel of its.
-constexpr int PER = 4;
-extern "C" __global__ void __launch_bounds__(THREADS, 4) one_shot_normed(const __grid_constant__ Inboxes to, const uint4 *x, const uint4 *residual, const void *scale, uint4 *total,
+// A program takes a row, a thread a line of it. from: where the other rank's x comes by itself, of two; 0: it is sent by this kernel of its.
+extern "C" __global__ void __launch_bounds__(1024) one_shot_normed(const __grid_constant__ Inboxes to, const uint4 *x, const uint4 *residual, const void *scale, uint4 *total,
     uint4 *y, u64 from, u32 *state, const u32 *stop, int lines, float eps, int wide, int rank) {
-  const int first = blockIdx.x * lines;
+  const int column = threadIdx.x, i = blockIdx.x * lines + column;
   let_next_in();
+  float by[8], sum[8], square = 0;
+  if (column < lines) weights(scale, wide, column, by);  // nothing writes them
   wait_for_before();
   const u32 call = from ? 0 : seen(state) + 1;
-  uint4 held[PER];
-  float square = 0;
+  if (column < lines) {
+    const uint4 own = x[i];
+    if (!from) send_to_all(to, own, i, call, rank);
+    const uint4 before = residual[i];  // on its way while the others' are
+    if (from) {
+      float other[8];
+      unpack(received(from + (u64)i * 16, stop), other);
+      unpack(own, sum);
 #pragma unroll
-  for (int k = 0; k < PER; k++) {
-    const int column = k * THREADS + threadIdx.x;
-    if (column < lines) {
-      held[k] = x[first + column];
-      if (!from) send_to_all(to, held[k], first + column, call, rank);
+      for (int j = 0; j < 8; j++) sum[j] += other[j];
+    } else {
+      add_up(to, own, i, call, stop, rank, sum);
     }
+    total[i] = onto(sum, before);
+    square = squared(sum);
   }
+  const float by_root = rsqrtf(everybodys(square, blockDim.x / 32) / (8 * lines) + eps);
+  if (column < lines) {
 #pragma unroll
-  for (int k = 0; k < PER; k++) {
-    const int column = k * THREADS + threadIdx.x, i = first + column;
-    if (column < lines) {
-      float sum[8];
-      if (from) {
-        float other[8];
-        unpack(held[k], sum);
-        unpack(received(from + (u64)i * 16, stop), other);
-#pragma unroll
-        for (int j = 0; j < 8; j++) sum[j] += other[j];
-      } else {
-        add_up(to, held[k], i, call, stop, rank, sum);
-      }
-      total[i] = held[k] = onto(sum, residual[i]);
-      square += squared(sum);
-    }
-  }
-  const float by_root = rsqrtf(everybodys(square) / (8 * lines) + eps);
-#pragma unroll
-  for (int k = 0; k < PER; k++) {
-    const int column = k * THREADS + threadIdx.x;
-    if (column < lines) {
-      float value[8], by[8];
-      unpack(held[k], value);
-      weights(scale, wide, column, by);
-#pragma unroll
-      for (int j = 0; j < 8; j++) value[j] = value[j] * by_root * by[j];
-      y[first + column] = packed(value);
-    }
+    for (int j = 0; j < 8; j++) sum[j] = sum[j] * by_root * by[j];
+    y[i] = packed(sum);
   }
   if (!from) finish(state, call);
 }
