@@ -18,7 +18,7 @@ from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import TensorMap, tensor_map
 from headrace.kernels.build.variants import Variants
 from headrace.kernels.candidate import CallSite, Empty, Shape, WeightFacts, plainly_empty
-from headrace.kernels.linear.gated_tiles import EIGHT_TILES, Form, Tile, Tiles, measured_tiles
+from headrace.kernels.linear.gated_tiles import EIGHT_TILES, WIDEST_ROWS, Form, Tile, Tiles, measured_tiles
 from headrace.kernels.norm.triton_activation import KINDS
 from headrace.spec import Activation
 
@@ -162,7 +162,11 @@ class EightBitGemm:
     def tile(self, tokens: int) -> Tile:
         """The one whose last wave leaves least undone."""
         outs, clusters = len(self.weight), self.kernels.processors // 2
-        return min(EIGHT_TILES, key=lambda each: -(-places(each, tokens, outs // 2) // clusters) * each.columns)
+
+        def cost(tile: Tile) -> float:
+            return -(-places(tile, tokens, outs // 2) // clusters) * tile.columns * EIGHT_TILES[tile]
+
+        return next(iter(EIGHT_TILES)) if tokens > WIDEST_ROWS else min(EIGHT_TILES, key=cost)
 
     def compute(self, x: Tensor, scale: Tensor, tile: Tile) -> Tensor:
         (tokens, ins), outs, half = x.shape, len(self.weight), tile.columns // 2

@@ -64,7 +64,9 @@ class Tile:
 TOGETHER = tuple(Tile(columns) for columns in (256, 224, 192, 128))  # that are worth trying: for some hundred rows
 IN_TURNS = tuple(Tile(columns, Form.TURNS) for columns in (192, 176))  # for a prompt's
 TALL = (Tile(192, Form.TALL),)  # and for a long one's
-EIGHT_TILES = tuple(Tile(columns, Form.TURNS) for columns in (192, 176, 160, 128))  # of numbers of 8 bits
+# of numbers of 8 bits: what a column costs beside those of the widest (an H200)
+EIGHT_TILES = {Tile(columns, Form.TURNS): cost for columns, cost in ((192, 1.0), (176, 1.05), (160, 1.07), (128, 1.05))}
+WIDEST_ROWS = 4096  # beyond, the widest is best whatever its last wave leaves undone
 TILES = (*TOGETHER, *IN_TURNS, *TALL)
 Tiles = tuple[tuple[int, Tile | None], ...]  # up to so many rows: this tile, or none
 

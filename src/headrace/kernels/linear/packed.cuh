@@ -86,8 +86,9 @@ __device__ __forceinline__ void widen(u32 (&a)[4], const u32 *codes, const u32 (
 #ifndef SCALED_CODES
 #define SCALED_CODES (SETS > 1 || SHIFTS)  // each weight is scaled; else sums of a step are
 #endif
-#define TINY (!INTEGERS ? 0 : !SCALED_CODES ? 6 : SCALES == 3 ? 28 : 21)  // weights are so many powers of 2 too small
-#define UNWIDENED ((float)(1 << TINY))
+// Weights are so many powers of 2 too small. A scale is up to 2^15, and what it is read times must hold 2^15 of them beside (SCALES 3), or one.
+#define TINY (!INTEGERS ? 0 : !SCALED_CODES ? 6 : SCALES == 3 ? 36 : 21)
+#define UNWIDENED ((float)(1ull << TINY))
 
 __device__ __forceinline__ u32 twice(float v) { return pack(v, v); }
 __device__ __forceinline__ u32 read_word(u32 at) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory"); return v; }
