@@ -32,9 +32,7 @@ def find_draft(
     if quantization != AUTO:
         made = quantised_as_asked(source, quantization, head=True)
         return made, Decision("draft weights", quantization, "as asked for") if made.makes is not None else None
-    spec = families.spec_from_config(source.config)
-    weights = multiplications(spec) * spec.num_layers
-    if capability is None or capability < FAST_FP8 or not is_plain(spec) or weights < LEAST_WEIGHTS:
+    if capability is None or capability < FAST_FP8 or not _gains(source):
         return source, None
     try:
         made = quantised_as_asked(source, "fp8", head=True)
@@ -43,3 +41,12 @@ def find_draft(
         return source, Decision("draft weights", "as stored", error.message)
     reason = "a pass reads all of them, and whatever it drafts is verified: rounded while they are read"
     return made, Decision("draft weights", "fp8", f"{reason}, head and all; quantization none leaves them as they are")
+
+
+def _gains(source: ModelSource) -> bool:
+    """One that is no model is for others to refuse."""
+    try:
+        spec = families.spec_from_config(source.config)
+    except ModelError:
+        return False
+    return is_plain(spec) and multiplications(spec) * spec.num_layers >= LEAST_WEIGHTS

@@ -29,7 +29,8 @@ PACE = 0.1  # of one step in what is known
 LEARN = 3  # steps without drafts before the first with them
 AGAIN = 256  # drafting steps, after which one goes without: its time is still known then
 PROBE = 6  # steps of a probe
-REST, LONGEST_REST = 128, 4096  # steps between two probes: twice as many each time
+REST, LONGEST_REST = 128, 4096  # steps between two probes: twice as many each time,
+LOSS = 0.01  # and so many that what the last one lost is no more than this share (a draft model catches up first)
 WORTH = 1.02  # times the speed without: below, nothing is drafted
 
 
@@ -54,6 +55,7 @@ class _Cost:
     resting: int = 0  # steps until the next probe
     probing: int = 0  # steps that are left of one
     rest: int = REST
+    lost: float = 0.0  # seconds, by drafting since it last seemed to pay
 
 
 @dataclass(slots=True)
@@ -199,6 +201,7 @@ class Speculation:
             each = max(0.0, min(seconds, ROUGH * (cost.plain + cost.each * drafted)) - cost.plain) / drafted
             cost.each += PACE * (each - cost.each)
         if any(plan.drafts):
+            cost.lost += seconds - cost.plain * sum(map(len, result.tokens)) / rows
             self._drafted(cost, rows)
 
     def _time_plain(self, cost: _Cost, rows: int, seconds: float) -> None:
@@ -217,9 +220,11 @@ class Speculation:
         if cost.probing > 1:
             cost.probing -= 1
         elif self.best(rows):
-            cost.probing, cost.rest = 0, REST
+            cost.probing, cost.rest, cost.lost = 0, REST, 0.0
         else:
-            cost.probing, cost.resting, cost.rest = 0, cost.rest, min(2 * cost.rest, LONGEST_REST)
+            dear = int(cost.lost / (LOSS * cost.plain)) if cost.plain else 0
+            cost.probing, cost.resting = 0, min(max(cost.rest, dear), LONGEST_REST)
+            cost.rest, cost.lost = min(2 * cost.rest, LONGEST_REST), 0.0
 
     def _prior(self, rows: int) -> float:
         """By the cost model, where there is one: what twice as many tokens cost, without the keys they see."""

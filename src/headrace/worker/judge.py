@@ -20,6 +20,9 @@ class Judge:
 
     alike = True
 
+    def begins(self, row: int, sequence: int) -> None:
+        """From now on it is this sequence's."""
+
     def accepted(
         self, row: int, length: int, drafts: Sequence[int], samples: Sequence[int | None]
     ) -> tuple[list[int], range]:
@@ -36,10 +39,16 @@ class Judge:
 
 
 class Coins(Judge):
-    """One for each place of each row, the same on all ranks: what stands there is right with probability ``chance``."""
+    """One for each place of each sequence, the same on all ranks: what stands there is right with probability
+    ``chance``."""
 
     def __init__(self, chance: float, rows: int, places: int) -> None:
-        self._right = np.random.Generator(np.random.SFC64(0)).random((rows, places), dtype=np.float32) < chance
+        self._chance = chance
+        self._right = np.zeros((rows, places), dtype=bool)
+
+    def begins(self, row: int, sequence: int) -> None:
+        tossed = np.random.Generator(np.random.SFC64([sequence, 1])).random(self._right.shape[1], dtype=np.float32)
+        self._right[row] = tossed < self._chance
 
     def accepted(
         self, row: int, length: int, drafts: Sequence[int], samples: Sequence[int | None]

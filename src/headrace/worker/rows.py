@@ -502,6 +502,10 @@ def _pack(plan: StepPlan, padded: bool) -> Packing:
     if (counts == 1).all():  # a decode step: nothing to lay out
         every = iota(len(counts) + 1)
         return Packing(every, starts + 1, every[:-1], starts)
+    if (counts == counts[0]).all():  # as steps that verify drafts are
+        each, count = iota(len(counts) + 1), int(counts[0])
+        chunk = np.repeat(each[:-1], count)
+        return Packing(each * count, starts + count, chunk, starts[chunk] + np.tile(iota(count), len(counts)))
     lengths = np.full_like(counts, counts.max()) if padded else counts
     query_start = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(lengths, out=query_start[1:])

@@ -138,14 +138,15 @@ class LookupProposer(Proposer):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Of a plan's samples, in their order: what was proposed after each. ``which``: of the proposal's rows; -1:
-    nothing was. ``rows``: that they are for. ``trees``: by chunk, where they do not stand one after another. In
+    """Of a plan's samples, in their order: what was proposed after each, ``counts`` of them. ``which``: of the
+    proposal's rows; -1: nothing was. ``rows``: that they are for. ``trees``: by chunk, where they do not stand one after another. In
     pipelines (staged_drafts.py), of samples that go on from drafts in flight: ``guesses``, the place and the token that
     each takes for sampled there; ``empty``: those that guess nothing, of which nothing is computed; ``cancelled``: all
     guesses are known to be wrong; ``unsent``: the stage before knew that, and nothing comes from there;
     ``turns``: of their rows, as long as nothing begins from the truth."""
 
     proposal: Proposal
+    counts: list[int]
     which: list[int]
     rows: list[int]
     trees: Mapping[int, Tree] = field(default_factory=dict)
@@ -154,11 +155,6 @@ class Drafts:
     cancelled: bool = False
     unsent: bool = False
     turns: Sequence[int] = ()
-
-    @property
-    def counts(self) -> list[int]:
-        counts = self.proposal.counts.tolist()
-        return [counts[at] if at >= 0 else 0 for at in self.which]
 
     def lists(self) -> list[list[int]]:
         found = self.proposal.lists()
@@ -210,6 +206,7 @@ class Speculator:
     def _begun(self, plan: StepPlan) -> tuple[StepPlan, Drafts | None]:
         for new in plan.rows_added:
             self._lengths[new.row] = len(new.token_ids)
+            self.judge.begins(new.row, new.sequence_id)
         self._taken.update(new.row for new in plan.rows_added)
         if not plan.drafts:
             self._proposer.begins(plan)
@@ -236,7 +233,7 @@ class Speculator:
         drafts[which], places[which] = proposal.counts, iota(len(which))
         exact = with_samples(known, work, drafts, counts=as_array(counts + drafts), drafts=as_array(drafts))
         trees = {work: tree for work, tree in zip(which.tolist(), proposal.trees, strict=False) if tree is not None}
-        return exact, Drafts(proposal, places[work].tolist(), list(plan.sample_rows), trees)
+        return exact, Drafts(proposal, drafts[work].tolist(), places[work].tolist(), list(plan.sample_rows), trees)
 
     def _write(self, rows: Ints, lengths: Ints, proposal: Proposal) -> None:
         """Drafts stand in their rows while they are verified."""
@@ -270,7 +267,7 @@ class Speculator:
             back -= refuted[work]
         counts, which = drafts.proposal.counts.copy(), ints(drafts.which)
         counts[which[which >= 0]] = kept[which >= 0]
-        left = replace(drafts, proposal=replace(drafts.proposal, counts=counts))
+        left = replace(drafts, proposal=replace(drafts.proposal, counts=counts), counts=kept.tolist())
         self._last = replace(plan, sample_back=as_array(back), **changes)
         return self._last, left, at.tolist()
 

@@ -98,7 +98,7 @@ class StagedSpeculator(Speculator):
         own = Proposal(drafts, tokens, ahead=told if guesses else None)
         state: dict[str, Any] = {"guesses": guesses, "empty": empty, "cancelled": cancelled, "unsent": void}
         takers = list(plan.sample_rows)
-        found = Drafts(own, work.tolist(), takers, turns=self._turns[takers].tolist(), **state)
+        found = Drafts(own, drafts[work].tolist(), work.tolist(), takers, turns=self._turns[takers].tolist(), **state)
         return _without_empty(plan, starts, counts, drafts), found
 
     def _may_be(self, row: int, place: int, token: int) -> bool:
