@@ -17,7 +17,7 @@ from headrace.kernels.inputs import MOST_FEW, ForwardInputs
 from headrace.models.decoder import Decoder
 from headrace.request import SamplingParams, StepPlan
 from headrace.worker import rows as inputs
-from headrace.worker.rows import LEAST_ALONE, LEAST_LEADING, Packing, alone_of, pack
+from headrace.worker.rows import LEAST_LEADING, LEAST_QUERIES, Packing, pack, queries_of
 from tests.support import tiny
 from tests.support.hand_plans import GREEDY, Planned, Planner, decode, generate, run, take, worker_for
 
@@ -95,14 +95,14 @@ def test_what_nobody_reads_is_not_attended_for(
     """Chunks that end nowhere (in some steps nothing is sampled), ends of prompts and single tokens, in one step. Of
     short ones all attend."""
     model, params = request.getfixturevalue(name), SamplingParams(temperature=0.0, logprobs=3)
-    monkeypatch.setitem(LEAST_ALONE, "cpu", 9)
+    monkeypatch.setitem(LEAST_QUERIES, "cpu", 9)
     plain, pruned = worker_for(model, device={**device, "last_layer_pruning": False}), worker_for(model, device=device)
     alone: list[bool] = []
     compute = pruned._runner.decoder.forward  # type: ignore[attr-defined]
     monkeypatch.setattr(
         pruned._runner.decoder,
         "forward",
-        lambda inputs, caches: (alone.append(bool(inputs.alone)), compute(inputs, caches))[1],
+        lambda inputs, caches: (alone.append(bool(inputs.queries)), compute(inputs, caches))[1],
     )  # type: ignore[attr-defined]
     expected, found = (generate(worker, _prompts((40, 8, 1, 23), params), 6, chunk=8) for worker in (plain, pruned))
     assert [list(each.tokens) for each in found] == [list(each.tokens) for each in expected]
@@ -129,10 +129,10 @@ def test_what_a_graph_is_told_of_wanted_tokens_is_what_a_step_is() -> None:
     packing = pack(plan, padded=True, prune=True)
     assert packing.wanted is not None
     chunk, position, wanted = (torch.as_tensor(each) for each in (packing.chunk, packing.position, packing.wanted))
-    found = alone_of(torch.cat((wanted, wanted[-1:], wanted[-1:])), chunk, position)
+    found = queries_of(torch.cat((wanted, wanted[-1:], wanted[-1:])), chunk, position)
     assert (found.chunk.tolist(), found.context.tolist()) == ([0, 2, 2, 2], [8, 8, 0, 0])
     assert found.query_start.tolist() == [0, 1, 2, 3, 4]
-    assert [each.tolist() for each in packing.alone] == [[0, 2], [8, 8], [0, 1, 2]]
+    assert [each.tolist() for each in packing.queries] == [[0, 2], [8, 8], [0, 1, 2]]
     assert {each.dtype for each in (found.chunk, found.context, found.query_start)} == {torch.int32}
 
 

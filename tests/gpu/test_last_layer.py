@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM
-from headrace.worker.rows import LEAST_ALONE
+from headrace.worker.rows import LEAST_QUERIES
 from tests.support import tiny
 from tests.support.card import STRICT, params, require_card
 
@@ -36,7 +36,7 @@ def answers(model: str | None, *, prunes: bool, **keywords: Any) -> list[Any]:
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, model: str | None, tolerance: float, **keywords: Any) -> None:
-    monkeypatch.setitem(LEAST_ALONE, "cuda", 2)
+    monkeypatch.setitem(LEAST_QUERIES, "cuda", 2)
     for one, other in zip(
         answers(model, prunes=True, **keywords), answers(model, prunes=False, **keywords), strict=True
     ):

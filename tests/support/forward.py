@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import Kernels
-from headrace.kernels.inputs import Alone, AttentionInputs, ForwardInputs
+from headrace.kernels.inputs import AttentionInputs, ForwardInputs, Queries
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
@@ -79,7 +79,9 @@ class PagedRun:
         if last:
             seen = inputs.attention[0]
             every = torch.arange(len(chunks) + 1, dtype=torch.int32)
-            inputs = replace(inputs, wanted=seen.query_start[1:] - 1, alone=Alone(every[:-1], seen.context_len, every))
+            inputs = replace(
+                inputs, wanted=seen.query_start[1:] - 1, queries=Queries(every[:-1], seen.context_len, every)
+            )
         with torch.inference_mode():
             hidden = self.decoder(inputs, self.caches)
             logits = self.decoder.logits(hidden)

@@ -250,7 +250,7 @@ class Staged:
             counts = [len(layers) for _, layers in attention_groups(part.spec)]
             own = [cache[:, at : at + count] for cache, at, count in zip(caches, begun, counts, strict=True)]
             begun = [at + count for at, count in zip(begun, counts, strict=True)]
-            hidden = part(inputs if part.spec.answers else replace(inputs, wanted=None, alone=None), own, hidden)
+            hidden = part(inputs if part.spec.answers else replace(inputs, wanted=None, queries=None), own, hidden)
         assert hidden is not None and begun == [cache.shape[1] for cache in caches]
         return hidden
 

@@ -85,7 +85,7 @@ class Quantized:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class Queries:
     """The wanted tokens of a step, each as a sequence of its own with one query."""
 
     chunk: Tensor  # [n], int32: the step's sequence whose keys each sees
@@ -118,7 +118,7 @@ class LayerStep(NamedTuple):
 class ForwardInputs:
     """Inputs of one forward pass over packed tokens.
 
-    ``wanted``: the packed tokens whose hidden states somebody reads, ascending; None: all of them. ``alone``: where it
+    ``wanted``: the packed tokens whose hidden states somebody reads, ascending; None: all of them. ``queries``: where it
     is worth it, what the last block attends to: to no more than these, each by itself. ``adapters``: the tokens that
     adapters add to; None: no token of this step has one. ``order``: where rows are spread over ranks, which of what
     all of them give as ``wanted``, as many each, are the step's wanted tokens, in their order.
@@ -128,7 +128,7 @@ class ForwardInputs:
     positions: Tensor  # [tokens], int64
     attention: tuple[AttentionInputs, ...]  # one per KV group
     wanted: Tensor | None = None  # [n], int32; at least one
-    alone: Alone | None = None
+    queries: Queries | None = None
     adapters: AdapterRows | None = None
     order: Tensor | None = None  # [n], int64
 

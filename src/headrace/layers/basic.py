@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headrace.kernels.attention.reference import HeadNorms
 from headrace.kernels.candidate import Facts, HeadFacts, NormFacts, RopeFacts
-from headrace.kernels.inputs import AdapterRows, Alone, AttentionInputs, LayerStep, PassedKeys, Quantized, Wanted
+from headrace.kernels.inputs import AdapterRows, AttentionInputs, LayerStep, PassedKeys, Quantized, Queries, Wanted
 from headrace.kernels.operations import (
     EMBEDDING,
     LAYER_NORM,
@@ -267,12 +267,12 @@ def _quantized(form: KVFormat, kv_heads: int, device: torch.device) -> Quantized
     return Quantized(form) if form.scales else Quantized(form, *torch.ones(2, kv_heads, device=device))
 
 
-def attention_alone(inputs: AttentionInputs, alone: Alone) -> AttentionInputs:
+def attention_of(inputs: AttentionInputs, queries: Queries) -> AttentionInputs:
     """What the wanted tokens attend to, for a step of ``inputs``, once all keys and values have been written. It reads
     nothing back."""
-    table = inputs.block_table.index_select(0, alone.chunk)
-    starts, each = alone.query_start, replace(inputs, max_query_len=1, leading=0, spread=False, passed=None)
-    return replace(each, block_table=table, query_start=starts, context_len=alone.context)
+    table = inputs.block_table.index_select(0, queries.chunk)
+    starts, each = queries.query_start, replace(inputs, max_query_len=1, leading=0, spread=False, passed=None)
+    return replace(each, block_table=table, query_start=starts, context_len=queries.context)
 
 
 def attend_between(

@@ -21,7 +21,7 @@ from headrace.kernels.inputs import AdapterRows, ForwardInputs, LayerStep, Wante
 from headrace.kernels.linear.around import LEAST_ADDED, MOST_ROWS
 from headrace.kernels.operations import DECODE_STEP, DRAFT_TOKENS
 from headrace.kernels.step.reference import DraftTokens, StepWeights, WholeStep
-from headrace.layers.basic import Attention, Embedding, FeedForward, LayerNorm, RMSNorm, attention_alone, in_order
+from headrace.layers.basic import Attention, Embedding, FeedForward, LayerNorm, RMSNorm, attention_of, in_order
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.moe import SparseFeedForward
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
             dtype,
             device,
             kernels,
-            composes=_composes(spec, alone=group is None and keys is None and experts is None),
+            composes=_composes(spec, whole=group is None and keys is None and experts is None),
             sparse=any(layer.moe is not None for layer in spec.layers[:1]),
             kv=kv,
             group=group,
@@ -228,7 +228,7 @@ class Decoder(nn.Module):
         [tokens, hidden]; of a stage of a pipeline that is not the last, what the next goes on from: its ``hidden``.
 
         If ``inputs.wanted`` names tokens, only theirs are returned: for the others, the last block computes keys and
-        values, and without ``inputs.alone`` attention, too. ``kv_caches``: one tensor per KV group, [blocks, layers, 2,
+        values, and without ``inputs.queries`` attention, too. ``kv_caches``: one tensor per KV group, [blocks, layers, 2,
         kv_heads, block_size, head_dim], or bytes in place of the last (KVSpec).
         """
         found = self._whole(inputs, kv_caches)
@@ -256,7 +256,7 @@ class Decoder(nn.Module):
         stream = Stream(begun, *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
         stream.post_norm = self.spec.post_norm
         # few rows are computed to the end, and all that ranks share out; a stage that is not the last passes its own on
-        whole = stream.takes_norms or not self.answers or (inputs.order is not None and inputs.alone is None)
+        whole = stream.takes_norms or not self.answers or (inputs.order is not None and inputs.queries is None)
         wanted = None if whole else inputs.wanted
         tapped = () if self.tap is None else self.tap.layers
         for index, (block, following, group, place) in enumerate(self._steps):
@@ -380,8 +380,8 @@ def _wanted(inputs: ForwardInputs, group: int) -> Wanted | None:
     """For the last block, whose keys and values are in this KV group."""
     if inputs.wanted is None:
         return None
-    alone = None if inputs.alone is None else attention_alone(inputs.attention[group], inputs.alone)
-    return Wanted(inputs.wanted, alone, inputs.order)
+    queries = None if inputs.queries is None else attention_of(inputs.attention[group], inputs.queries)
+    return Wanted(inputs.wanted, queries, inputs.order)
 
 
 def _norm(spec: DecoderSpec, context: LayerContext) -> RMSNorm | LayerNorm:
@@ -401,15 +401,15 @@ def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding | None)
     return layer
 
 
-def _composes(spec: DecoderSpec, *, alone: bool) -> bool:
-    """Whether norms, sums and activation can be fused into the adjacent GEMMs, in every block. ``alone``: no ranks share
+def _composes(spec: DecoderSpec, *, whole: bool) -> bool:
+    """Whether norms, sums and activation can be fused into the adjacent GEMMs, in every block. ``whole``: no ranks share
     the model."""
     sparse = {layer.moe is not None for layer in spec.layers}
     if spec.held is not None or len(sparse) > 1:
         return False
     return (
         not spec.post_norm
-        and (alone or sparse == {False})
+        and (whole or sparse == {False})
         and spec.gated_mlp
         and spec.norm is NormKind.RMS
         and not spec.sandwich_norm

@@ -16,7 +16,7 @@ computes all layers of short ones). A capture takes as long as ten steps, and a 
 through every bucket: where a bucket of up to twice as many rows has the graph, that serves, until the bucket has been
 asked for often or the engine has nothing to do.
 
-Hidden states that something else has computed (prompt_graphs.py) are drawn from by the same graphs.
+Hidden states that something else has computed are drawn from by the same graphs.
 
 What lives here: the buckets, their static inputs, what host and graphs tell each other, capture and replay. What may
 not: what a step computes (models/), row state.

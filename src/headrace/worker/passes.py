@@ -245,9 +245,9 @@ class ForwardPasses:
         if self.arena is None:
             return compute()
         wanted = None if inputs.wanted is None else len(inputs.wanted)
-        tokens = len(inputs.token_ids)
+        tokens, single = len(inputs.token_ids), inputs.attention[0].max_query_len == 1
         changed = 0 if inputs.adapters is None or self._adapters is None else self._adapters.slots.changed
-        kind = self.decoder.composed(tokens), inputs.attention[0].max_query_len == 1, inputs.alone is not None, changed
+        kind = self.decoder.composed(tokens), single, inputs.queries is not None, changed
         return self.arena.run(compute, tokens, wanted, kind=kind)
 
     # --- from hidden states on

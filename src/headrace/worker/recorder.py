@@ -1,7 +1,7 @@
 """CUDA graphs recorded one after another, on a stream of their own, over memory that all of them share.
 
-What lives here: recording, and what all graphs are recorded of. What may not: which steps they compute (graphs.py,
-prompt_graphs.py), when.
+What lives here: recording, and what all graphs are recorded of. What may not: which steps they compute, and
+when.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ from headrace.kernels.candidate import Facts
 from headrace.kernels.inputs import (
     MOST_FEW,
     AdapterRows,
-    Alone,
     AttentionInputs,
     ForwardInputs,
     PassedKeys,
+    Queries,
     TreeInputs,
     adapter_rows,
     slot_rows,
@@ -259,7 +259,7 @@ def lazy_zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class Rows:
-    """The persistent state of all rows of one worker.
+    """The state of all rows of one worker, from step to step.
 
     ``token_ids[row, i]`` is token i of the row's sequence: known ids are written when the row is built, sampled ones
     where they were sampled, so that a later step finds them without the host. ``write`` carries out the operation of
@@ -420,7 +420,7 @@ class Rows:
 LEAST_LEADING = 16  # sequences of one query before prompts, from which on they are worth a launch that takes no others
 # Tokens of a step, by device, from which on those that are wanted attend by themselves in the last layer: of fewer, all
 # do as quickly.
-LEAST_ALONE = {"cpu": 128, "cuda": 1024}
+LEAST_QUERIES = {"cpu": 128, "cuda": 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,8 +450,8 @@ class Packing:
         return self.query_start[1:] - 1
 
     @property
-    def alone(self) -> tuple[Ints, Ints, Ints]:
-        """As ``Alone`` has them: chunks, contexts and query starts of the wanted tokens."""
+    def queries(self) -> tuple[Ints, Ints, Ints]:
+        """As ``Queries`` has them: chunks, contexts and query starts of the wanted tokens."""
         assert self.wanted is not None
         return self.chunk[self.wanted], self.position[self.wanted] + 1, iota(len(self.wanted) + 1)
 
@@ -528,7 +528,8 @@ class Gather:
         self._ids = rows.token_ids[:, ahead:]
         self._tables = rows.tables if tables is None else tables
         self._share = rows.share if tables is None else None
-        self._least_alone = LEAST_ALONE[rows.device.type] if self._share is None else sys.maxsize  # but spread, always
+        # where ranks share the keys, a step that is spread always has them
+        self._least_queries = LEAST_QUERIES[rows.device.type] if self._share is None else sys.maxsize
         self._least_spread = LEAST_SPREAD[rows.device.type]
         self._gather = kernels.choose(GATHER_INPUTS, Facts(torch.int32))
 
@@ -543,9 +544,9 @@ class Gather:
             packing.chunk,
             packing.position,
         ]
-        tree, alone = packing.tree, len(packing.chunk) >= self._least_alone and packing.tree is None
+        tree, queries = packing.tree, len(packing.chunk) >= self._least_queries and packing.tree is None
         if packing.wanted is not None:
-            parts += [packing.wanted, *(packing.alone if alone else ())]
+            parts += [packing.wanted, *(packing.queries if queries else ())]
         if tree is not None:
             parts += [tree.place, tree.first, tree.ancestors.view(np.int32)]
         row, query_start, context, chunk, position, *rest = ship_all(self._rows.device, *parts)
@@ -565,9 +566,8 @@ class Gather:
         if tree is not None:
             gathered = as_tree(gathered, position, TreeInputs(first, ancestors.view(torch.int64)))
         adapters = None if slots is None else self._adapters(packing, slots)
-        return replace(
-            gathered, wanted=rest[0] if rest else None, alone=Alone(*rest[1:]) if rest[1:] else None, adapters=adapters
-        )
+        own = Queries(*rest[1:]) if rest[1:] else None
+        return replace(gathered, wanted=rest[0] if rest else None, queries=own, adapters=adapters)
 
     def _spreads(self, packing: Packing) -> bool:
         """Whether ranks that share the keys compute different rows."""
@@ -594,7 +594,7 @@ class Gather:
             iota(len(wanted) + 1),
         )
         row, start, ends, chunk, position, context, picked, order, *passed = ship_all(self._rows.device, *parts)
-        *passed, alone = *passed[:2], Alone(*passed[2:])
+        *passed, queries = *passed[:2], Queries(*passed[2:])
         longest = int(packing.context.max())
         inputs = self.gathered(row, start, ends, chunk, position, found.longest, longest, whole=True)
         attention = tuple(of_ranks(share, each, context, found.longest) for each in inputs.attention)
@@ -609,8 +609,8 @@ class Gather:
             own = np.where(real, slots[packing.chunk[found.tokens]], NO_SLOT).astype(np.int32)
             adapters = slot_rows(own, self._rows.device)
             adapters = replace(adapters, wanted=adapter_rows(slots[packing.chunk[wanted]], self._rows.device))
-        few = alone if len(wanted) <= len(packing.context) else None  # that are sampled from, and no prompt's scores
-        return replace(inputs, attention=attention, wanted=picked, alone=few, order=order.long(), adapters=adapters)
+        few = queries if len(wanted) <= len(packing.context) else None  # that are sampled from, and no prompt's scores
+        return replace(inputs, attention=attention, wanted=picked, queries=few, order=order.long(), adapters=adapters)
 
     def _passed(
         self,
@@ -674,8 +674,8 @@ class Gather:
 
     def wanting(self, inputs: ForwardInputs, wanted: Tensor, chunk: Tensor, position: Tensor) -> ForwardInputs:
         """``inputs`` of a step of which only ``wanted`` [n] int32 are read, from what is on the device already."""
-        alone = alone_of(wanted, chunk, position) if len(chunk) >= self._least_alone else None
-        return replace(inputs, wanted=wanted, alone=alone)
+        queries = queries_of(wanted, chunk, position) if len(chunk) >= self._least_queries else None
+        return replace(inputs, wanted=wanted, queries=queries)
 
 
 def as_tree(inputs: ForwardInputs, position: Tensor, tree: TreeInputs) -> ForwardInputs:
@@ -684,8 +684,8 @@ def as_tree(inputs: ForwardInputs, position: Tensor, tree: TreeInputs) -> Forwar
     return replace(inputs, positions=position.long(), attention=attention)
 
 
-def alone_of(wanted: Tensor, chunk: Tensor, position: Tensor) -> Alone:
-    """As ``Packing.alone``, from what is on the device already (shapes as in ``Gather.gathered``), for a step that is
+def queries_of(wanted: Tensor, chunk: Tensor, position: Tensor) -> Queries:
+    """As ``Packing.queries``, from what is on the device already (shapes as in ``Gather.gathered``), for a step that is
     captured.
 
     A token that is said again, to fill ``wanted`` [n] up, sees no keys: its result is read once.
@@ -693,4 +693,4 @@ def alone_of(wanted: Tensor, chunk: Tensor, position: Tensor) -> Alone:
     new = torch.ones_like(wanted)
     new[1:] = wanted[1:] != wanted[:-1]
     start = torch.arange(len(wanted) + 1, dtype=torch.int32, device=wanted.device)
-    return Alone(chunk[wanted], (position[wanted] + 1) * new, start)
+    return Queries(chunk[wanted], (position[wanted] + 1) * new, start)
