@@ -750,7 +750,7 @@ def test_the_command_calibrates_simulates_and_refuses_the_run_it_was_fitted_to(
     ("words", "says"),
     [
         ("--calibrate nowhere.json", "cannot be read"),
-        ("--calibration nowhere.json", "cannot be read"),
+        ("--calibration nowhere.json", "is not there"),
         ("--expert-skew 1.2", "no experts"),
     ],
 )
