@@ -210,7 +210,10 @@ def test_doctor_says_of_an_engine_what_advise_says(tmp_path: Path, monkeypatch: 
     assert found["most"] == group.num_blocks // 2 // 16 and found["prices"] == "assumed, not calibrated"
     title, *said = examine_batch(EngineConfig(), CONFIG, info, CARD)["said"]
     assert "2,048 tokens a sequence" in title and found["said"][1:] != said
-    assert said == [*sentences(advise(simulated, 2048)), "prices: assumed, not calibrated"]
+    advised = sentences(advise(simulated, 2048))
+    prices, *ranks = said[len(advised) :]
+    assert said[: len(advised)] == advised and prices == "prices: assumed, not calibrated"
+    assert [line.partition(" of these (-tp ")[0] for line in ranks] == ["On 2", "On 4", "On 8"]
 
 
 def test_doctor_says_why_it_cannot_judge_batches() -> None:
