@@ -279,6 +279,8 @@ class StepPlanner:
         running = -(-len(self.roster.running) // self.limits.stages)
         if self.speculation is None or not running or not self.limits.keeps_kv or self.limits.padded:
             return 0
+        if not any(each.drafts for each in self.roster.running):
+            return 0  # all have opted out: plain steps are planned much faster
         spare = self.limits.max_num_batched_tokens - running
         return max(0, min(self.speculation.length(running), spare // (2 if self.roster.waiting else 1) // running))
 
