@@ -37,6 +37,7 @@ _NAME = "rope_attention"
 _WARPS = 4
 _PROGRAMS = 2  # a processor
 _RING_BYTES = 16384  # of a warp
+LETS_ROWS = 0  # up to so many leave processors to the weights of the next kernel; of more, its programs would crowd
 _KEYS_BITS = 8 * 16384  # of a unit
 _BEGINNING = 1  # units without keys that the source has before each pair's
 _WHOLE = 4 + _BEGINNING  # units of a sequence's KV head that one program attends to: parts cost more than they gain
@@ -78,6 +79,7 @@ class _Parameters(ctypes.Structure):
         ("scale", c_float),
         ("eps", c_float),
         ("early", c_int),
+        ("lets", c_int),
     )
 
 
@@ -181,6 +183,7 @@ class _Kernel:
             scale * LOG2_E.value,
             0.0 if norms is None else norms.eps,
             early,
+            early and qkv.shape[0] <= LETS_ROWS,
         )
         stream = torch.cuda.current_stream(qkv.device).cuda_stream
         function.launch(spans.shape[0], 32 * _WARPS, stream, parameters, pdl=early)

@@ -70,6 +70,7 @@ struct Params {
   float scale;  // of scores, times log2 e
   float eps;    // of norms
   int early;    // it may begin before the kernel in front has ended
+  int lets;     // the next may begin, too, once this one's queries are there
 };
 
 struct Shared {
@@ -900,6 +901,7 @@ __device__ __forceinline__ void ask_first(Copies& copies, Angles& angles, Newest
   load_angles(angles, p, at.sequence, position, lane);
   load_weights(p, lane);
   wait_for_before();
+  if (p.lets) let_next_in();
   load_newest<TEAM>(following, angles, p, at, ends, warp, lane);
   if (!p.early) copy_first<TEAM>(first, p, ring, warp, lane);  // behind all those keys the query would come late
 }
@@ -910,6 +912,7 @@ __device__ __forceinline__ void take_span(const Params& p, const Record& mine, i
   Shared& s = shared_of();
   const u32 ring = (u32)__cvta_generic_to_shared(memory) + warp * RING;
   if (mine.begin >= mine.end) {
+    if (p.lets) let_next_in();
     wait_for_before();
     return;
   }
@@ -1054,6 +1057,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rope_attention(const __
     keep(entry);
     take_pairs(p, {sequence, pair % HK, 0}, context, position, pairs, (u32)__cvta_generic_to_shared(memory) + warp * RING, lane);
   } else {
+    if (p.lets) let_next_in();
     wait_for_before();
   }
 }
