@@ -4,7 +4,7 @@ What lives here: that arithmetic. What may not: torch, who sends (parallel/), wh
 (cards.py).
 
 A sum over n ranks of S bytes takes each of them 2 (n - 1) / n · S bytes, one way (Patarasuk and Yuan 2009); side by
-side, (n - 1) / n · S. In one shot (parallel/one_shot.py) all goes to every other rank, and each line twice: 2 (n - 1) · S.
+side, (n - 1) / n · S. In one shot (parallel/one_shot.py) all goes to every other rank: (n - 1) · S.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from headrace.spec import DecoderSpec
 
+FULL = 2.0**21  # bytes of a sum: 256 rows of an 8B's
 MOST_PASSED = 2.0**30  # bytes of a layer's keys and values that come to a rank at once: no memory is set aside for them
 
 
@@ -30,16 +31,20 @@ class SmallSums:
 @dataclass(frozen=True, slots=True)
 class Link:
     """``bandwidth``: bytes/s of one rank to the others, one way. ``latency``: seconds of one meeting, however little is
-    sent. ``small``: where small sums go another way."""
+    sent. ``small``: where small sums go another way; ``around``: seconds that GEMMs before and behind the smallest lose, for
+    a part of a weight fills the device less than all of it; none from FULL bytes on. ``taken``: of the time in which keys are on their way, how much
+    attention beside it loses: NCCL holds processors, keys are put together before, and what was found is merged."""
 
     bandwidth: float
     latency: float
     small: SmallSums | None = None
+    around: float = 0.0
+    taken: float = 0.0
 
     def sum_seconds(self, num_bytes: float, ranks: int) -> float:
         others, small = ranks - 1, self.small
         if small is not None and others * num_bytes <= small.most:
-            return small.latency + others * (small.each + 2 * num_bytes / small.bandwidth)
+            return small.latency + others * (small.each + num_bytes / small.bandwidth)
         return self.latency + 2 * others / ranks * num_bytes / self.bandwidth
 
 
@@ -60,7 +65,8 @@ class Traffic:
         logits, size = rows * self.row_bytes / link.bandwidth, tokens * self.token_bytes
         sent = self.sums * 2 * (self.ranks - 1) / self.ranks * size / link.bandwidth + logits
         met = link.latency if self.row_bytes else 0.0
-        return self.sums * link.sum_seconds(size, self.ranks) + met + logits, sent
+        each = link.sum_seconds(size, self.ranks) + link.around * max(0.0, 1.0 - size / FULL)
+        return self.sums * each + met + logits, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,8 @@ class KeyTraffic:
         by_keys, by_queries = self._spread(link, tokens, keys)
         if not self.passes_keys(link, tokens, keys, meanwhile):
             return by_queries
-        return max(0.0, by_keys[0] - meanwhile), max(0.0, by_keys[1] - meanwhile)
+        hidden = min(by_keys[0], meanwhile)
+        return by_keys[0] - hidden + link.taken * hidden, max(0.0, by_keys[1] - meanwhile)
 
 
 def key_traffic_of(spec: DecoderSpec, ranks: int, element_bytes: float) -> KeyTraffic:
