@@ -232,8 +232,8 @@ class ForwardPasses:
         return Pass(compute, packing, graph_tokens=tokens)
 
     def _eager(self, plan: StepPlan, packing: Packing, slots: Ints | None) -> Pass:
-        compute = partial(self._computed, self._gather.inputs(plan, packing, slots))
-        return Pass(compute, packing, partial(self._entry, len(packing.chunk)))
+        inputs = self._gather.inputs(plan, packing, slots)  # of ranks that share keys, not as many as are packed
+        return Pass(partial(self._computed, inputs), packing, partial(self._entry, len(inputs.token_ids)))
 
     def _entry(self, tokens: int) -> Tensor:
         width = self.decoder.spec.hidden_size
