@@ -131,19 +131,19 @@ def test_replicas_that_hand_over_keys_say_what_the_cpu_says(judge: Judge) -> Non
                 judge.check(prompt, asked, found)
 
 
-@pytest.mark.parametrize("longest", [40, 900, 3000])
+@pytest.mark.parametrize("longest", [40, 900, 1900, 3000])
 def test_sums_that_take_in_what_stands_behind_them_change_no_more_than_bfloat16_does(
     tmp_path: Path, longest: int
 ) -> None:
     """Scores of tokens that a model is made to write, in steps of up to 16 rows, by products as large as those that have
     kernels of their own: as near to float32 as without, and as on one card. Long prompts' sums are norms, too, in one
-    launch, or in chunks that are sent while others are computed."""
+    launch, or in chunks that are sent while others are computed, in a graph or not."""
     sizes = {
-        "hidden_size": 1024,
+        "hidden_size": 2048,
         "intermediate_size": 4096,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
-        "head_dim": 64,
+        "head_dim": 128,
         "max_position_embeddings": 4096,
     }
     folder = str(tiny.save("llama", tmp_path, **sizes))
