@@ -128,8 +128,8 @@ def take_first_step(engine: Engine) -> None:
 
 
 def _serve(engine: Engine, links: Links, state: LoopState) -> int:
-    freeze_start()  # the model and the modules live as long as the process
     links.send(pack(frames.Started(engine.info)))
+    freeze_start()  # the model and the modules live as long as the process; the parent has things to do meanwhile
     try:
         EngineLoop(engine, links, state).run()
     except (ParentGone, BadFrame) as error:
