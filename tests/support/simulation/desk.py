@@ -153,8 +153,8 @@ class Operator:
         self.loop._unload_adapter(self._link, frames.UnloadAdapter(0, name))
 
     def turn(self) -> None:
-        if self.loop._loading:
-            self.loop._answer_loaded()
+        if self.loop._asked:
+            self.loop._answer()
 
     def check(self, live: Iterable[Request]) -> None:
         """Who runs has its adapter in host memory, which holds no more than it may."""

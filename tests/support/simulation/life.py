@@ -370,7 +370,7 @@ class Life:
             f"{self.masks.followed} are still followed",
         )
         if self.operator is not None:
-            hold(not self.operator.loop._loading, "adapters", "who loads one is not answered")
+            hold(not self.operator.loop._asked, "adapters", "who loads one is not answered")
             self.seen["read adapters"] += self.operator.desk.num_loads
         lost = [number for number, standing in self.answers.standing.items() if standing.open]
         hold(not lost, "requests", f"{lost} never ended")
