@@ -118,7 +118,8 @@ def resolve_draft(
         if settings.method in HEADS:
             source = find_model(replace(model, model=settings.model, quantization=None))
             return _head_setup(source, settings.method, target, spec)
-        on = capability if (settings.device or kind) == "cuda" else None
+        fixed = config.device.batch_invariant  # sums of products in FP8 depend on what else is in a batch
+        on = capability if (settings.device or kind) == "cuda" and not fixed else None
         source, said = find_draft(model, settings.model, settings.quantization, on)
         _refuse_head(source)
         draft = families.spec_from_config(source.config)

@@ -182,8 +182,7 @@ class Worker:
             setup = _sharing_keys(setup, keys, near=peers.near)
         check_tree(config, setup.device)
         proposes = pipe is None or pipe.stage == 0  # what later stages of a pipeline verify, the first has proposed
-        # sums of products in FP8 depend on what else is in a batch
-        here = setup.device.type, None if config.device.batch_invariant else find_gpu().capability
+        here = setup.device.type, find_gpu().capability
         draft = resolve_draft(config, source, self._whole, *here) if proposes else None
         self._setup = setup = place_draft(replace(setup, draft=draft))
         self._cuda = setup.device.type == "cuda"
