@@ -53,7 +53,7 @@ def given(tokens: int, hidden: int, experts: int, seed: int, crowded: bool) -> t
 
 
 def offered(op: str, disabled: frozenset[str], **facts: Any) -> tuple[Any, str]:
-    kernels = Kernels(CUDA, techniques=using(programmatic_launch=True), disabled=disabled)
+    kernels = Kernels(CUDA, techniques=using(programmatic_launch=True, joined_experts=True), disabled=disabled)
     found = kernels.offer(*called(op, dtype=torch.bfloat16, **facts))
     assert found is not None
     return found, next(each.chosen for each in kernels.choices if each.behind is None)
@@ -96,9 +96,9 @@ def test_behind_attention(shape: tuple[int, int, int, int], width: int) -> None:
     """With attention's last product and the router's in the launch. Tokens whose last choice is a close one are left out."""
     hidden, inner, experts, top_k = shape
     torch.manual_seed(2)
-    gate_up, down, output, router = (
+    gate_up, down, output, router, qkv = (
         (torch.randn(*size, device=CUDA) * by * size[-1] ** -0.5).bfloat16()
-        for *size, by in ((experts, 2 * inner, hidden, 1), (experts, hidden, inner, 1), (hidden, width, 1), (experts, hidden, 4))
+        for *size, by in ((experts, 2 * inner, hidden, 1), (experts, hidden, inner, 1), (hidden, width, 1), (experts, hidden, 4), (656, hidden, 1))
     )  # fmt: skip
     run, _ = offered("fused_moe", frozenset(), num_experts=experts, top_k=top_k)
     norm, weights, compared = torch.rand(hidden, device=CUDA).bfloat16() + 0.5, (True, Activation.SILU), 0
@@ -107,7 +107,6 @@ def test_behind_attention(shape: tuple[int, int, int, int], width: int) -> None:
         for tokens in (1, 2, 5, 8):
             around = given(tokens, hidden, experts, tokens, False)[1]
             attended = torch.randn(tokens, width, device=CUDA).bfloat16()
-            found = run.behind(attended, output, router, gate_up, down, *weights, norm, around, output)
             x, scaled, squares = fused_linear(output, None)(attended, Around(residual=around.residual, scale=norm))
             logits, _, _ = fused_linear(router, None)(scaled, Around(squares, around.eps))
             behind = Around(squares, around.eps, None, x, around.scale)
@@ -115,10 +114,17 @@ def test_behind_attention(shape: tuple[int, int, int, int], width: int) -> None:
             best = logits.float().sort(dim=1, descending=True).values
             clear = best[:, top_k - 1] - best[:, top_k] > 0.15
             compared += int(clear.sum())
-            peak = wanted[0].float().abs().max().clamp(min=1.0).bfloat16()
-            for got, want in zip(found[:2], wanted[:2], strict=True):
-                check(got[clear] / peak, want[clear] / peak, factor=2.0)
-            torch.testing.assert_close(found[2].sum(0), found[0].float().square().sum(1), rtol=1e-4, atol=1e-4)
+            for next_weight in (None, qkv):
+                found = run.behind(attended, output, router, gate_up, down, *weights, norm, around, next_weight)
+                if next_weight is None:
+                    torch.testing.assert_close(found[2].sum(0), found[0].float().square().sum(1), rtol=1e-4, atol=1e-4)
+                    second = wanted[1]
+                else:
+                    second = fused_linear(qkv, None)(wanted[1], Around(wanted[2], around.eps))[0]
+                for got, want in ((found[0], wanted[0]), (found[1], second)):
+                    peak = want.float().abs().max().clamp(min=1.0).bfloat16()
+                    if clear.any():
+                        check(got[clear] / peak, want[clear] / peak, factor=2.0)
     assert compared >= 12
 
 

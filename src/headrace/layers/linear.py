@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,7 @@ class Stream:
     which adds it at no cost; or add it and leave that norm half done: ``scaled`` by its weight, to be divided by the
     root of the mean of ``squares``; or have done it: ``ready``.
 
+    ``projected``: the norm that follows and the GEMM behind it, where whoever came last made them, too.
     ``takes_norms``, ``takes_sums``: GEMMs of this step take in norms and sums, or sums alone, where they have a
     kernel for it. ``post_norm``: what a norm gives is the stream from there on. ``adapters``: rows that adapters add to.
     """
@@ -64,6 +65,7 @@ class Stream:
     takes_sums: bool
     pending: Tensor | None = None  # [tokens, hidden]
     scaled: Tensor | None = None  # [tokens, hidden]
+    projected: Tensor | None = None  # [tokens, out]
     adapters: AdapterRows | None = None
     squares: Tensor | None = None  # [pieces, tokens], float32: partial sums
     ready: Tensor | None = None  # [tokens, hidden]
@@ -142,7 +144,7 @@ class Linear(nn.Module):
         self._shared = False
         self._apply_weight: Callable[[Tensor], Tensor] = self._unfinished
         self._fused: Fuse | None = None
-        self._held: Tensor | None = None  # by kernels of few rows, as it was loaded
+        self._held: Any = None  # the weight, as kernels of few rows have it
         self._gated: Callable[[Tensor, Activation], Tensor | None] | None = None
         self._added: Callable[[Tensor, Tensor], Tensor] | None = None
         self._normed: Normed | None = None
@@ -211,6 +213,7 @@ class Linear(nn.Module):
             self._apply_weight = _Sum(product(pieces, bias), partial(add, **beside))
         elif self._composed:
             self._fused = _made(kernels.offer(PACKED_FUSED, facts), pieces, bias)
+            self._held = getattr(self._fused, "weight", None)
         if (
             beside is None
             and self._context.composes
@@ -307,8 +310,8 @@ class Linear(nn.Module):
         return self._added is not None or self.site.split is not Split.ROW
 
     @property
-    def plain(self) -> Tensor | None:  # [out, in]
-        """The weight, for who takes all of the GEMM of few rows in."""
+    def plain(self) -> Any:
+        """The weight [out, in], a tensor or in codes, for who takes all of the GEMM of few rows in."""
         return None if self._fused is None or self.site.bias else self._held
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # [..., in] → [..., out]

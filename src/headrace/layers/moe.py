@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class SparseFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.router = Linear(sites[Role.ROUTER], context)
-        self.later: Tensor | None = None  # weights that the next layer begins with
+        self.later: Tensor | None = None  # the weight that the next layer begins with
         self.up, self.down = (_stacked(sites[role], context) for role in (Role.UP, Role.DOWN))
         self._spec = moe
         self._places = places_of(moe, context.device)
@@ -94,17 +94,25 @@ class SparseFeedForward(nn.Module):
         y = self._moe(x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation, places)
         stream.pending = y if self._sum is None else self._sum(y)
 
+    def takes_output(self, output: Linear) -> int:
+        """Of how many rows ``forward_behind`` takes the product in, at most."""
+        takes = getattr(self._fused, "takes", None)
+        return takes(output.plain) if takes is not None and isinstance(self.router.plain, Tensor) else 0
+
     def forward_behind(self, output: Linear, x: Tensor, stream: Stream, norm: Norm, following: Norm) -> bool:
-        """The same with the GEMM before it, ``output`` of ``x`` onto the stream, where all of it is one launch for this
-        step; else nothing was done."""
-        compute, weights = getattr(self._fused, "behind", None), (output.plain, self.router.plain)
-        if compute is None or None in weights or not stream.takes_norms or stream.adapters is not None:
+        """The same with the product before it, ``output`` of ``x`` onto the stream, where all of it is one launch for this
+        step, and the product behind it, too; else nothing was done."""
+        if len(x) > self.takes_output(output) or not stream.takes_norms or stream.adapters is not None:
             return False
         spec, around = self._spec, Around(None, norm.eps, None, stream.sum, following.scale)
-        given = x, *weights, self.up, self.down, spec.renormalize, self._activation, norm.scale, around, self.later
-        if (found := compute(*given)) is None:
+        weights = output.plain, self.router.plain, self.up, self.down
+        found = cast(Any, self._fused).behind(
+            x, *weights, spec.renormalize, self._activation, norm.scale, around, self.later
+        )
+        if found is None:
             return False
-        stream.sum, stream.scaled, stream.squares = found
+        stream.sum, second, stream.squares = found
+        stream.scaled, stream.projected = (second, None) if self.later is None else (None, second)
         return True
 
     def _placed(self) -> Tensor | None:

@@ -65,7 +65,10 @@ class Block(nn.Module):
 
     def forward(self, stream: Stream, step: LayerStep, following: Norm) -> None:
         """``following``: the norm of the next block, or the decoder's last."""
-        self.forward_projected(stream, self.attention.qkv.normed(stream, self.attention_norm), step, following)
+        qkv, stream.projected = stream.projected, None
+        if qkv is None:
+            qkv = self.attention.qkv.normed(stream, self.attention_norm)
+        self.forward_projected(stream, qkv, step, following)
 
     def forward_projected(self, stream: Stream, qkv: Tensor, step: LayerStep, following: Norm) -> None:
         """The same from q, k and v on."""
@@ -221,7 +224,8 @@ class Decoder(nn.Module):
         self._takes_sums = all(each.takes_sums for each in linears)
         for block, following in pairwise(self.blocks):
             if isinstance(block.feed_forward, SparseFeedForward):
-                block.feed_forward.later = following.attention.qkv.plain
+                follows = block.feed_forward.takes_output(following.attention.qkv)
+                block.feed_forward.later = following.attention.qkv.plain if follows else None
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], hidden: Tensor | None = None) -> Tensor:
         """Computes every token of a step and writes its keys and values. Returns hidden states after the last norm,

@@ -184,7 +184,8 @@ def _builds_few(site: CallSite[ExpertFacts], made: Any, sizes: Sizes) -> Calls:
     for tokens in (TOKENS, made.most):
         yield f"{tokens} tokens", partial(made.function, tokens, *shape)
     attended = next(each for each in matrices(spec) if each.role is Role.OUTPUT).ins
-    yield "behind attention", partial(made.function, TOKENS, *shape, attended)
+    for tokens in (TOKENS, made.few) if made.few else ():
+        yield f"{tokens} tokens behind attention", partial(made.function, tokens, *shape, attended)
 
 
 MOE = (native(create_moe), gpu.triton("moe.triton_moe:create_moe", experts, _refuses))

@@ -8,7 +8,7 @@ around (triton_moe.py, triton_coded.py), laying experts out (triton_coded.py).
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_size_t, c_void_p
+from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -27,6 +27,7 @@ from headrace.kernels.moe.triton_coded import CodedMoe
 from headrace.kernels.norm.triton_activation import KINDS
 from headrace.spec import Activation
 
+_FEWEST = 2  # tokens, of which the product behind attention leaves room for more weights on their way
 _CLASSES = (MOST_CODED, MOST)  # of tokens, that a variant has room for
 _THREADS, _STEP, _COLUMNS, _TOGETHER = 512, 128, 16, 8  # as the source has them
 _DEEPEST = 6144  # inputs, which a warp holds in registers
@@ -34,10 +35,9 @@ _WIDEST = 4096  # inputs of the product behind attention, whose weights are on t
 _UNBUILT = "experts of few tokens in one launch cannot be built here; Triton's kernels serve them"
 _POINTERS = (
     "x", "logits", "up", "down", "up_unit", "down_unit", "squares", "residual", "scale", "y", "scaled", "sums", "inner", "met",
-    "done", "attended", "out", "router", "between", "heard", "said",
-    "later",
+    "done", "attended", "router", "out", "later", "out_unit", "later_unit", "between", "heard", "said", "handed", "projected",
 )  # fmt: skip
-_NUMBERS = ("tokens", "pieces", "logits_row", "up_tiles", "down_tiles", "scale_bytes", "between_bytes")
+_NUMBERS = ("tokens", "pieces", "logits_row", "up_tiles", "down_tiles", "scale_bytes", "between_bytes", "later_rows")
 
 
 class _Parameters(ctypes.Structure):
@@ -45,7 +45,6 @@ class _Parameters(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in _POINTERS),
-        ("later_bytes", c_size_t),
         *((name, c_int) for name in _NUMBERS),
         ("eps", c_float),
     )
@@ -103,10 +102,13 @@ class FewExperts:
     empty: Empty
     pdl: bool
     coded: CodedMoe | None
+    few: int = 0  # tokens of which GEMMs before and behind are in the launch, at most
     met: Tensor = field(init=False)  # how many programs of all launches are through with gate and up
     done: Tensor = field(init=False)  # [2, experts, and more of those with many tokens]: strips
     said: Tensor = field(init=False)  # [experts, few]: logits, behind the number of the launch
-    heard: Tensor = field(init=False)  # [few, half of the hidden size]: the stream, likewise
+    heard: Tensor = field(
+        init=False
+    )  # [2, few, half of the hidden size]: the stream before experts and behind them, likewise
 
     def __post_init__(self) -> None:
         device = torch.device("cuda", self.builds.device)
@@ -114,12 +116,13 @@ class FewExperts:
         entries = self.facts.num_experts + MOST // _TOGETHER * self.facts.top_k
         object.__setattr__(self, "done", self.met.new_zeros(2, entries, dtype=torch.int32))
         object.__setattr__(self, "said", self.met.new_zeros(self.facts.num_experts, MOST_CODED))
-        object.__setattr__(self, "heard", self.met.new_zeros(MOST_CODED, _DEEPEST // 2))
+        object.__setattr__(self, "heard", self.met.new_zeros(2, MOST_CODED, _DEEPEST // 2))
 
     @classmethod
     def at(cls, site: CallSite[ExpertFacts]) -> FewExperts:
         coded = CodedMoe.at(site) if site.facts.formats else None
-        return cls(site.facts, _builds_of(site.device), site.behind(), site.empty, site.pdl, coded)
+        few = MOST_CODED if site.uses("joined_experts") else 0
+        return cls(site.facts, _builds_of(site.device), site.behind(), site.empty, site.pdl, coded, few)
 
     def __call__(
         self, x: Tensor, router_logits: Tensor, gate_up: Any, down: Any, top_k: int, renormalize: bool, kind: Activation, around: Around,
@@ -133,6 +136,13 @@ class FewExperts:
         """Tokens."""
         return MOST if self.coded is None else MOST_CODED
 
+    def takes(self, weight: Any) -> int:
+        """Of how many tokens a GEMM by this weight can be in the launch, at most."""
+        if self.coded is None:
+            return self.few if isinstance(weight, Tensor) else 0
+        alike = isinstance(weight, Packed) and weight.coding == self.facts.rounded[0] and weight.order is None
+        return self.few if alike and self.facts.eights[0] is None else 0
+
     def function(
         self, tokens: int, hidden: int, inner: int, renormalize: bool, kind: Activation, attended: int = 0
     ) -> Function | None:
@@ -144,56 +154,61 @@ class FewExperts:
             return None
         facts = self.facts
         coding, eight = (None, None) if self.coded is None else (facts.rounded[0], facts.eights[0])
-        room = next(each for each in _CLASSES if tokens <= each)
+        room = next(each for each in ((_FEWEST,) if attended else ()) + _CLASSES if tokens <= each)
         made = Variant(room, hidden, inner, facts.num_experts, facts.top_k, renormalize, kind, coding, eight, attended)
         return self.builds.find(made, _UNBUILT)
 
     def _fits(self, tokens: int, hidden: int, attended: int) -> bool:
         """Whether the product behind attention can be in the launch."""
         one_strip = hidden // _COLUMNS <= self.builds.processors
-        return (
-            self.coded is None and tokens <= MOST_CODED and one_strip and not attended % _STEP and attended <= _WIDEST
-        )
+        return tokens <= MOST_CODED and one_strip and not attended % _STEP and attended <= _WIDEST
 
     def computed(
         self, x: Tensor, logits: Tensor, up: Tensor | Packed, down: Tensor | Packed, renormalize: bool, kind: Activation, around: Around,
     ) -> Fused | None:  # fmt: skip
         """``up``, ``down``: of all experts, or the first one's codes, behind which the others' lie. None: nothing was
         done."""
-        inner = down.shape[2] if isinstance(down, Tensor) else down.ins
+        inner = _ins(down)
         function = self.function(x.shape[0], x.shape[1], inner, renormalize, kind)
         if function is None:
             return None
         assert around.squares is not None
         logits = rows_of(logits)
         given = {"x": x.contiguous(), "logits": logits, "squares": around.squares}
-        return self._compute(function, given, (len(around.squares), logits.stride(0)), up, down, inner, around)
+        return self._compute(function, given, (len(around.squares), logits.stride(0), 0, 0), up, down, inner, around)
 
     def behind(
-        self, attended: Tensor, output: Tensor, router: Tensor, gate_up: Any, down: Any, renormalize: bool, kind: Activation, between: Tensor,
-        around: Around, later: Tensor | None = None,
+        self, attended: Tensor, output: Any, router: Tensor, gate_up: Any, down: Any, renormalize: bool, kind: Activation, between: Tensor,
+        around: Around, later: Any = None,
     ) -> Fused | None:  # fmt: skip
         """The same behind attention: ``attended`` [T, A] times ``output`` [hidden, A], the sum with the residual, the norm
-        whose weight is ``between``, and what ``router`` [experts, hidden] says. ``later``: weights that are wanted next. None: nothing was done."""
+        whose weight is ``between``, and what ``router`` [experts, hidden] says. With ``later`` [out, hidden] the second
+        result is its product with the next norm, [T, out], and there is no third. None: nothing was done. ``output`` and
+        ``later`` are what ``takes`` says."""
         assert around.residual is not None
-        if self.coded is not None or len(attended) > MOST_CODED:
-            return None
-        (tokens, width), hidden, inner = attended.shape, around.residual.shape[1], down.shape[2]
+        up, low = (gate_up, down) if self.coded is None else self.coded.laid(gate_up, down)
+        (tokens, width), hidden, inner = attended.shape, around.residual.shape[1], _ins(low)
         function = self.function(tokens, hidden, inner, renormalize, kind, width)
         if function is None:
             return None
+        out, out_unit, _ = _laid(output)
         given = {
-            "attended": attended.contiguous(), "out": output, "router": router, "between": between, "heard": self.heard, "said": self.said,
+            "attended": attended.contiguous(), "out": out, "out_unit": out_unit, "router": router, "between": between, "heard": self.heard[0],
+            "said": self.said,
         }  # fmt: skip
-        if later is not None:
-            given["later"] = later
-        return self._compute(function, given, (0, 0), gate_up, down, inner, around, between.element_size())
+        rows = 0 if later is None else len(later) if isinstance(later, Tensor) else later.outs
+        projected = self.empty((tokens, rows), attended.dtype, attended.device)
+        if rows:
+            given |= {"handed": self.heard[1], "projected": projected}
+            given["later"], given["later_unit"], _ = _laid(later)
+        y, scaled, sums = self._compute(function, given, (0, 0, between.element_size(), rows), up, low, inner, around)
+        return (y, projected, None) if rows else (y, scaled, sums)
 
     def _compute(
-        self, function: Function, given: dict[str, Tensor], rows: tuple[int, int], up: Any, down: Any, inner: int, around: Around,
-        bytes_between: int = 0,
+        self, function: Function, given: dict[str, Tensor], rows: tuple[int, int, int, int], up: Any, down: Any, inner: int, around: Around,
     ) -> Fused:  # fmt: skip
-        """``given``: what one of the two has, by its name in the source. ``rows``: pieces of squares, a row of logits."""
+        """``given``: what one of the two has, by its name in the source. ``rows``: pieces of squares, a row of logits; bytes
+        of the norm's weight before, rows of the product behind."""
         assert around.residual is not None and around.scale is not None
         (tokens, hidden), dtype, device = around.residual.shape, around.residual.dtype, around.residual.device
         y, scaled = (self.empty((tokens, hidden), dtype, device) for _ in range(2))
@@ -205,8 +220,7 @@ class FewExperts:
             "done": self.done,
         }  # fmt: skip
         pointers = (None if (each := given.get(name)) is None else each.data_ptr() for name in _POINTERS)
-        later = given["later"].nbytes if "later" in given else 0
-        numbers = later, tokens, *rows, *heights, around.scale.element_size(), bytes_between
+        numbers = tokens, *rows[:2], *heights, around.scale.element_size(), *rows[2:]
         parameters = _Parameters(*pointers, *numbers, around.eps)
         self._launch(function, torch.cuda.current_stream(device).cuda_stream, parameters)
         return y, scaled, sums
@@ -224,6 +238,10 @@ def _laid(weight: Tensor | Packed) -> tuple[Tensor, Tensor, int]:
     if isinstance(weight, Tensor):
         return weight, weight, weight.shape[1]
     return weight.blocks, weight.factor, len(weight.blocks)
+
+
+def _ins(weight: Tensor | Packed) -> int:
+    return weight.shape[-1] if isinstance(weight, Tensor) else weight.ins
 
 
 create_few = FewExperts.at

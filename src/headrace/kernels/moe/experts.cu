@@ -21,16 +21,8 @@
 // TOKENS (at most), KIND, ATTENDED (inputs of attention's last product, if that and the router's are made here, too; or 0), EIGHT (inputs are
 // rounded to 1: FP8, 2: int8; 0: as they are), EACH (elements of one scale of those; 0: a row), POWERS.
 __device__ __forceinline__ void load_x(u32 *v, const Params &p, const Shared &s, int token, int step, bool rounds) {
-  if (ATTENDED) return load_heard(v, p, s, token, step);
-  const u16 *x = p.x + (u64)token * HIDDEN + step * 128;
-  int t = threadIdx.x % 4;
-#ifdef BITS
-#pragma unroll
-  for (int i = 0; i < 16; i++) v[i] = seen((const u32 *)(x + i / 2 * 16 + i % 2 * 8 + 2 * t));
-#else
-#pragma unroll
-  for (int i = 0; i < 4; i++) seen(v + 4 * i, x + i * 32 + t * 8);
-#endif
+  if (ATTENDED) return load_heard(v, s, token, step);
+  load_row(v, p.x + (u64)token * HIDDEN + step * 128);
   if (EIGHT) {  // of rows as a norm leaves them
 #pragma unroll
     for (int i = 0; i < 16; i++) v[i] = pack(low(v[i]) * s.rstd[token], high(v[i]) * s.rstd[token]);
@@ -54,13 +46,6 @@ __device__ __forceinline__ void finish_strip(const Params &p, const Shared &s, c
   sum = wide(narrow(sum * unit * (EIGHT || pair == NONE ? 1 : s.rstd[pair / TOP_K])));
   float up = __shfl_xor_sync(~0u, sum, 2);
   if (at % 4 < 2 && pair != NONE) p.inner[(u64)pair * INNER + place_of(strip * 8 + g)] = narrow(act(sum) * up);
-}
-__device__ __forceinline__ float unit_at(const float *units, int tiles, int expert, int row) {  // of a lane's row, as finish_strip has it
-#ifdef BITS
-  return units[(u64)expert * tiles * 64 + row * 16 + threadIdx.x % 128 / 16 + threadIdx.x % 4 / 2 * 8];
-#else
-  return 1;
-#endif
 }
 __device__ __forceinline__ void units_of(float (&unit)[2], const float *units, int tiles, int expert, int row) {  // of a lane's two rows
 #ifdef BITS
@@ -116,7 +101,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
   }
   u16 logits[EACH_LANE];
   if (ATTENDED) {
-    before.ask_later(p);
     before.add_output(p, s, meeting.parts[0][0], ring, launch, warp, lane);
     before.route(p, s, launch, warp, lane);
     before.load_logits(logits, p, launch, warp, lane);
@@ -198,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     }
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(p.met) : "memory");
   }
-  if (blockIdx.x >= STRIPS_2) return;
+  bool projects = ATTENDED && p.later;
+  if (blockIdx.x >= STRIPS_2 && !projects) return;
   int complete = 0;
   if (EIGHT && !EACH) await(done, s.entries - 1, s.entries, complete);
   if (EIGHT && !EACH) {
@@ -274,11 +259,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
         u16 y = narrow(total + (ATTENDED ? s.stream[token][i % 16] : wide(seen(p.residual + to))));
         now = wide(y);
         p.y[to] = y;
-        p.scaled[to] = narrow(now * (p.scale_bytes == 4 ? ((const float *)p.scale)[at] : wide(((const u16 *)p.scale)[at])));
+        if (!projects) p.scaled[to] = narrow(now * (p.scale_bytes == 4 ? ((const float *)p.scale)[at] : wide(((const u16 *)p.scale)[at])));
+      }
+      if (projects) {
+        u32 pair = __float_as_uint(now) >> 16 | __float_as_uint(__shfl_xor_sync(~0u, now, 1)) & 0xffff0000u;
+        if (i % 2 == 0 && token < p.tokens) say(p.handed + token * (HIDDEN / 2) + at / 2, launch, pair);
+        continue;
       }
       float squared = sum_of<1, 8>(now * now);
       if (i % 16 == 0 && token < p.tokens) p.sums[column * p.tokens + token] = squared;
     }
     __syncthreads();
+  }
+  if (projects) {
+    __syncthreads();
+    project(p, s, meeting, ahead, ring, slot, launch);
   }
 }

@@ -9,12 +9,13 @@ constexpr int ROWS_HERE = ATTENDED ? (EXPERTS + PROGRAMS - 1) / PROGRAMS : 1;   
 constexpr int EACH_LANE = (EXPERTS + 31) / 32, MOST_ENTRIES = EXPERTS + 4 * TOP_K;  // of 32 tokens
 constexpr u16 NONE = 0xFFFF;
 #ifdef BITS
+constexpr int PAD = 16;  // of rows of x: no two lanes read from one bank
 constexpr int PIECES = BITS / 2, SIDE = 32 * SETS * (1 + ZEROS), STAGE = PIECES * 512 + SIDE, BATCH = 4;
 #else
-constexpr int STAGE = 4096, BATCH = 1;
+constexpr int PAD = 32, STAGE = 4096, BATCH = 1;
 #endif
 static_assert(HIDDEN % 128 == 0 && INNER % 128 == 0 && TOKENS <= 32 && TOP_K <= 32 && EXPERTS <= 1024, "shapes this kernel is for");
-static_assert(!ATTENDED || (TOKENS == 8 && !EIGHT && ATTENDED % 128 == 0 && STRIPS_2 <= PROGRAMS), "before which attention may be");
+static_assert(!ATTENDED || (TOKENS <= 8 && !EIGHT && ATTENDED % 128 == 0 && STRIPS_2 <= PROGRAMS), "before which attention may be");
 
 struct Params {
   const u16 *x, *logits;              // [T, HIDDEN], [T, EXPERTS]
@@ -28,12 +29,13 @@ struct Params {
   u16 *inner;                         // [T, TOP_K, INNER]
   u64 *met;                           // programs that are through with gate and up, in all launches
   u32 *done;                          // [2, most entries]: strips, of this launch and (zeros) of the next
-  const u16 *attended, *out, *router; // with ATTENDED alone, as is all below: [T, ATTENDED], [HIDDEN, ATTENDED], [EXPERTS, HIDDEN]
+  const u16 *attended, *router;       // with ATTENDED alone, as is all below: [T, ATTENDED], [EXPERTS, HIDDEN]
+  const unsigned char *out, *later;   // [HIDDEN, ATTENDED]; [later_rows, HIDDEN], of the product that follows, or null: scaled and sums are wanted
+  const float *out_unit, *later_unit; // of codes
   const void *between;                // [HIDDEN], as scale: of the norm before experts
-  u64 *heard, *said;                  // [TOKENS, HIDDEN / 2]: two values of the stream, [EXPERTS, TOKENS]: a logit; behind the launch's number
-  const unsigned char *later;         // what the launch behind this one multiplies by, or null
-  u64 later_bytes;
-  int tokens, pieces, logits_row, up_tiles, down_tiles, scale_bytes, between_bytes;
+  u64 *heard, *said, *handed;         // behind the launch's number: two values of the stream [TOKENS, HIDDEN / 2], a logit [TOKENS, EXPERTS]; two of y
+  u16 *projected;                     // [T, later_rows]
+  int tokens, pieces, logits_row, up_tiles, down_tiles, scale_bytes, between_bytes, later_rows;
   float eps;
 };
 
@@ -44,7 +46,8 @@ struct Shared {
   u16 chosen[PAIRS];
   float weight[PAIRS], unit[PAIRS], rstd[TOKENS], x_unit[TOKENS];
   float squares[WARPS][TOKENS], peak[EIGHT ? WARPS : 1][TOKENS], dots[WARPS][ROWS_HERE][ATTENDED ? TOKENS : 1];
-  float between[ATTENDED ? HIDDEN : 1], stream[ATTENDED ? TOKENS : 1][16];
+  float stream[ATTENDED ? TOKENS : 1][16];
+  alignas(16) u16 x[ATTENDED ? TOKENS : 1][ATTENDED ? HIDDEN + PAD : 8];  // times the weight of the norm
   int entries;
 };
 union Meeting {
@@ -76,6 +79,9 @@ __device__ __forceinline__ u64 look(const u64 *at) {  // at what another program
   u64 v;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
   return v;
+}
+__device__ __forceinline__ void look(u64 (&v)[2], const u64 *at) {
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(at) : "memory");
 }
 __device__ __forceinline__ void copy16(u32 to, const void *from, u64 once) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(once) : "memory");

@@ -3,6 +3,7 @@
 // step of it, into ``to`` of shared memory.
 #ifdef BITS
 constexpr int STEP = BLOCK_BYTES;  // bytes from one step to the next
+__device__ __forceinline__ int pair_of(int i) { return i / 2 * 8 + i % 2 * 4 + threadIdx.x % 4; }  // of neighbours in a step of x, a lane's
 __device__ __forceinline__ const unsigned char *strip_at(const unsigned char *weights, int expert, int tiles, int row, int, int steps) {
   return weights + (u64)(expert * tiles + row / 4) * steps * BLOCK_BYTES;
 }
@@ -15,6 +16,7 @@ __device__ __forceinline__ void copy_strip(u32 to, const unsigned char *block, i
 }
 #else
 constexpr int STEP = 256;
+__device__ __forceinline__ int pair_of(int i) { return i / 4 * 16 + threadIdx.x % 4 * 4 + i % 4; }
 __device__ __forceinline__ const unsigned char *strip_at(const unsigned char *weights, int expert, int rows, int row, int tall, int steps) {
   int lane = threadIdx.x % 32;
   return weights + ((u64)expert * rows + row * tall + lane / 16) * steps * 256 + lane % 16 * 16;
@@ -27,25 +29,44 @@ __device__ __forceinline__ void copy_strip(u32 to, const unsigned char *from, in
   for (int i = 0; i < 8; i++) copy16(to + i * 512, from + i % 4 * 2 * width + i / 4 * gap, once);
 }
 #endif
+__device__ __forceinline__ void load_row(u32 *v, const u16 *x) {  // a step of it
+#ifdef BITS
+#pragma unroll
+  for (int i = 0; i < 16; i++) v[i] = seen((const u32 *)x + pair_of(i));
+#else
+#pragma unroll
+  for (int i = 0; i < 4; i++) seen(v + 4 * i, x + 2 * pair_of(4 * i));
+#endif
+}
+__device__ __forceinline__ float unit_at(const float *units, int tiles, int expert, int row) {  // of a lane's row, as whoever adds up parts has it
+#ifdef BITS
+  return units[(u64)expert * tiles * 64 + row * 16 + threadIdx.x % 128 / 16 + threadIdx.x % 4 / 2 * 8];
+#else
+  return 1;
+#endif
+}
 __device__ __forceinline__ u64 read_once() {  // the second-level cache need not keep it
   u64 once;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
   return once;
 }
 
-// What a warp will want next: its steps of the strips of gate and up that this program has, then those of down.
+__device__ __forceinline__ int first_later(const Params &p, int program) { return p.later_rows / 16 * program / PROGRAMS; }
+
+// What a warp will want next: its steps of the strips of gate and up that this program has, then those of down, and of the product that follows.
 struct Ahead {
   const Params &p;
   const Shared &s;
   const unsigned char *from;  // where a lane's next strip of gate and up begins
   u64 once;
   u32 ring;
-  int warp, left, entry, strip, column, step, deep, slot;
+  int warp, left, entry, strip, column, step, deep, slot, later, later_end;
 
   __device__ __forceinline__ Ahead(const Params &p_, const Shared &s_, u32 ring_, int first, int count) : p(p_), s(s_) {
     warp = threadIdx.x / 32, ring = ring_, once = read_once();
     entry = first / STRIPS_1, strip = first % STRIPS_1, left = warp < STEPS_1 ? count : 0;
     slot = deep = 0, column = blockIdx.x;
+    later = first_later(p, blockIdx.x), later_end = warp < STEPS_1 ? first_later(p, blockIdx.x + 1) : later;
     if (left) find();
     else begin();
   }
@@ -64,6 +85,10 @@ struct Ahead {
         column += PROGRAMS;
         begin();
       }
+    } else if (ATTENDED && later < later_end) {
+      const unsigned char *strip = strip_at(p.later, 0, 0, later, 16, STEPS_1);
+      copy_strip(ring + slot * STAGE, strip + (warp + WARPS * deep) * STEP, later, STEPS_1 * 256, (u64)8 * STEPS_1 * 256, once);
+      if (++deep == DEEP || warp + WARPS * deep >= STEPS_1) deep = 0, later++;
     }
     close_group();
     if (++slot == STAGES) slot = 0;
