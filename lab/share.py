@@ -101,9 +101,9 @@ def _used() -> int:
 
 def _serve(flags: Sequence[str]) -> None:
     """A process that answers whenever a line comes. It imports no more of torch than an engine's own."""
-    from headrace.torch_environment import load_ahead
+    from headrace.torch_environment import leave_out_compilers
 
-    load_ahead(own=True)
+    leave_out_compilers()
     from headrace import LLM
     from headrace.config import EngineConfig
     from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config

@@ -20,18 +20,13 @@ cuBLAS keeps scratch memory of 32 MiB for each stream and thread on Hopper; besi
 A quarter of importing torch (0.36 of 1.33 s on an H200's host) is what its compilers and "meta" tensors want to know of
 operators, written in Python. A process of our own asks for none of it. Torch 2.13 itself does, for its generators.
 
-Loading torch's libraries takes 0.2 to 0.3 s (relocations, registering operators) in which the interpreter is not
-needed, so it can begin before anything else is imported, beside that.
-
-What lives here: these four settings, and both of these. What may not: torch itself.
+What lives here: these four settings, and that. What may not: torch itself.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-import threading
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,16 +61,11 @@ class _Later(ModuleType):
         return getattr(import_module(self.__name__), name)
 
 
-def load_ahead(*, own: bool = False) -> None:
-    """Begins to load torch's libraries in a thread; importing torch finds them, or waits for them. For who imports it
-    soon. ``own``: a process of ours, in which nobody compiles with torch."""
-    if "torch" in sys.modules or (found := find_spec("torch")) is None or found.origin is None:
-        return
-    prepare_for_torch()  # OpenMP reads it as it is loaded
-    package = Path(found.origin).parent
-    if own and _version(package).startswith(_WITHOUT):
+def leave_out_compilers() -> None:
+    """For a process of ours, in which nobody compiles with torch; before that is imported."""
+    found = find_spec("torch") if "torch" not in sys.modules else None
+    if found is not None and found.origin is not None and _version(Path(found.origin).parent).startswith(_WITHOUT):
         sys.modules[_COMPILERS] = _Later(_COMPILERS)
-    threading.Thread(target=_load, args=(package / "lib",), name="headrace-libraries", daemon=True).start()
 
 
 def _version(package: Path) -> str:
@@ -83,13 +73,3 @@ def _version(package: Path) -> str:
         return (package / "version.py").read_text("utf-8").partition("__version__ = '")[2]
     except OSError:
         return ""
-
-
-def _load(folder: Path) -> None:
-    """In torch's order. CUDA's libraries are left to torch where the user's path leads to others."""
-    own, path = ctypes.CDLL(None), os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    names = [("libtorch_global_deps.so", os.RTLD_GLOBAL), ("libtorch_cpu.so", 0), ("libtorch.so", 0)]
-    if any(each for each in path if next(Path(each).glob("libnvJitLink.so*"), None)):
-        names = names[1:2]
-    for name, how in names:
-        own.dlopen(str(folder / name).encode(), os.RTLD_NOW | how)

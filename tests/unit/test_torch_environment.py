@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace import torch_environment
-from headrace.torch_environment import HUGE_PAGES, SPIN_COUNT, load_ahead, prepare_for_torch
+from headrace.torch_environment import HUGE_PAGES, SPIN_COUNT, leave_out_compilers, prepare_for_torch
 
 LATER = "torch._meta_registrations"
 
@@ -39,21 +39,17 @@ def test_the_users_word_stands(
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize(
-    ("version", "own", "left_out"), [("2.11.0", True, True), ("2.11.0", False, False), ("2.13.0", True, False)]
-)
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0"])
 def test_a_process_of_ours_leaves_out_what_that_torch_can_do_without(
-    version: str, own: bool, left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "version.py").write_text(f"__version__ = '{version}+cu130'\n")
-    monkeypatch.setattr(
-        torch_environment, "find_spec", lambda _: ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    )
+    found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(torch_environment, "find_spec", lambda _: found)
     for name in ("torch", LATER):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    load_ahead(own=own)
-    assert (LATER in sys.modules) == left_out
-    if left_out:  # whoever wants it after all gets it
+    leave_out_compilers()
+    assert (LATER in sys.modules) == (version == "2.11.0")
+    if LATER in sys.modules:  # whoever wants it after all gets it
         monkeypatch.setattr(torch_environment, "import_module", lambda name: SimpleNamespace(meta=name))
         assert sys.modules[LATER].meta == LATER and LATER not in sys.modules
-    monkeypatch.delitem(sys.modules, LATER, raising=False)

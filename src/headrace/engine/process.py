@@ -34,7 +34,7 @@ from headrace.processes.garbage import empty_free_lists, freeze_start, no_collec
 from headrace.processes.messages import BadFrame, pack, receive
 from headrace.processes.tree import end_with_parent
 from headrace.request import Expectations, FinishReason, Request, SamplingParams
-from headrace.torch_environment import load_ahead
+from headrace.torch_environment import leave_out_compilers
 
 if TYPE_CHECKING:
     from headrace.engine.assembly import Engine
@@ -69,7 +69,6 @@ def end_now(links: Links, why: str) -> None:
 
 def _import_ahead() -> None:
     """What is needed whatever the Launch says, while the parent imports what it needs to send one."""
-    load_ahead(own=True)
     with no_collections():
         import_module("headrace.engine.assembly")
 
@@ -78,8 +77,7 @@ def _start(launch: frames.Launch, links: Links, state: LoopState) -> Engine | No
     """The engine, or None after the parent has been told why not."""
     try:
         # torch and all: after the socket, so that the pulse is heard meanwhile
-        if launch.config.device.executor == "model":
-            load_ahead(own=True)
+        leave_out_compilers()
         with no_collections():
             from headrace.engine.assembly import create_engine, take_place
 

@@ -242,10 +242,11 @@ class Reporter:
 
 
 def _start(first: First, mark: str) -> Follower:
-    from headrace.torch_environment import load_ahead
+    from headrace.torch_environment import leave_out_compilers, prepare_for_torch
     from headrace.worker.head_start import Stages, begin_head_start
 
-    load_ahead(own=True)
+    prepare_for_torch()
+    leave_out_compilers()
     stages = Stages(RealClock())
     with (begin_head_start(Path(mark)) if mark else None) or nullcontext() as head_start:
         with no_collections():
