@@ -31,7 +31,7 @@ from headrace.kernels.candidate import (
     WeightFacts,
 )
 from headrace.kernels.inputs import AttentionInputs, ForwardInputs, SlotFactors, adapter_rows
-from headrace.kernels.linear.around import MOST_ROWS, Around
+from headrace.kernels.linear.epilogue import MOST_ROWS, Epilogue
 from headrace.kernels.moe.reference import FEW
 from headrace.kernels.norm import reference
 from headrace.kernels.step.reference import DraftRows, StepWeights, longest_context
@@ -65,20 +65,20 @@ class EveryCase(CaseMaker):
     def _fused_linear(self, rows: int) -> Iterator[KernelCase]:
         """Only the first result is compared: others may be in pieces, which candidates cut differently."""
         spec, hidden = self.spec, self.spec.hidden_size
-        norm = Around(torch.full((64, rows), hidden / 64), spec.norm_eps)
-        behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
+        norm = Epilogue(torch.full((64, rows), hidden / 64), spec.norm_eps)
+        behind = Epilogue(residual=self._random(rows, hidden), scale=self._random(hidden))
         cases = (
             ("norm, qkv", norm),
             ("output, sum", behind),
             ("norm, gate+up, act", replace(norm, gate=spec.activation)),
             ("down, sum", behind),
         )
-        for site, (name, around) in zip(self._sites.values(), cases, strict=True):
+        for site, (name, epilogue) in zip(self._sites.values(), cases, strict=True):
 
-            def first(product: Callable[..., Any], x: Tensor, weight: Tensor, around: Around = around) -> Any:
-                return product(x, around)[0]
+            def first(product: Callable[..., Any], x: Tensor, weight: Tensor, epilogue: Epilogue = epilogue) -> Any:
+                return product(x, epilogue)[0]
 
-            yield self._product("fused_linear", name, rows, site.outs, site.ins, first, gated=around.gate is not None)
+            yield self._product("fused_linear", name, rows, site.outs, site.ins, first, gated=epilogue.gate is not None)
 
     def _added_linear(self, rows: int) -> KernelCase:
         """Each call gets its own residual, since a candidate may overwrite it: every time includes a copy."""
@@ -118,15 +118,15 @@ class EveryCase(CaseMaker):
         """Gate-up between norm and activation, and down followed by the sum. ``pack`` returns None for what it cannot
         multiply like that."""
         hidden, inner = self.spec.hidden_size, self.spec.intermediate_size
-        norm = Around(torch.full((64, rows), hidden / 64), self.spec.norm_eps, self.spec.activation)
-        behind = Around(residual=self._random(rows, hidden), scale=self._random(hidden))
+        norm = Epilogue(torch.full((64, rows), hidden / 64), self.spec.norm_eps, self.spec.activation)
+        behind = Epilogue(residual=self._random(rows, hidden), scale=self._random(hidden))
         places = (("norm, gate+up, act", 2 * inner, hidden, norm), ("down, sum", hidden, inner, behind))
-        for (name, outs, ins, around), form in product(
+        for (name, outs, ins, epilogue), form in product(
             places, (PackedIntegers(4, 128, zero=False), ScaledWeight("float8_e4m3fn", (1, WHOLE)))
         ):
             if form.problem(outs, ins) is None:
                 yield self._packed_around(
-                    form, rows, f"{name} {rows}x{ins}x{outs}", outs, ins, around, op="packed_fused_linear"
+                    form, rows, f"{name} {rows}x{ins}x{outs}", outs, ins, epilogue, op="packed_fused_linear"
                 )
 
     def _composed(self, op: str, rows: int) -> KernelCase:
@@ -167,7 +167,7 @@ class EveryCase(CaseMaker):
             layers = [pack([self._piece(form, outs, ins)], None) for _ in range(self._copies(size, least=1))]
             return [partial(_first, each, x, *rest) for each in layers]
 
-        gated = any(isinstance(each, Around) and each.gate is not None for each in rest)
+        gated = any(isinstance(each, Epilogue) and each.gate is not None for each in rest)
         facts = WeightFacts(
             self.dtype, ins, outs, gated, formats=(form.label,), codings=(form.coding,), eights=(form.eight,)
         )
@@ -178,10 +178,10 @@ class EveryCase(CaseMaker):
         """Behind a norm that is half done, onto the stream. Only the first result is compared, as above."""
         plain, hidden = self._moe(rows), self.spec.hidden_size
         residual, scale = self._random(rows, hidden), self._random(hidden)
-        around = Around(torch.full((64, rows), hidden / 64), self.spec.norm_eps, None, residual, scale)
+        epilogue = Epilogue(torch.full((64, rows), hidden / 64), self.spec.norm_eps, None, residual, scale)
 
         def calls(sparse: Callable[..., Any]) -> Calls:
-            return plain.calls(lambda *inputs: _first(sparse, *inputs, around))
+            return plain.calls(lambda *inputs: _first(sparse, *inputs, epilogue))
 
         size = plain.bytes + self._bytes(2 * rows * hidden)
         return replace(plain, op="fused_moe", label=f"{plain.label}, norm, sum", bytes=size, calls=calls)

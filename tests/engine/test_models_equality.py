@@ -20,7 +20,7 @@ from torch import Tensor
 import headrace.kernels as registry
 from headrace.kernels.candidate import Candidate
 from headrace.kernels.linear import reference
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.kernels.moe.reference import fused_moe
 from headrace.models.decoder import Decoder
 from headrace.spec import NormKind
@@ -107,7 +107,7 @@ def test_few_rows_through_products_that_take_in_what_stands_around_them(
 
     def counted(weight: Tensor, bias: Tensor | None) -> Callable[..., Any]:
         apply = reference.fused_linear(weight, bias)
-        return lambda x, around: (rows.append(len(x)), apply(x, around))[1]
+        return lambda x, epilogue: (rows.append(len(x)), apply(x, epilogue))[1]
 
     offered = (Candidate("planted", lambda site: counted, failure=None),)
     experts = Candidate("planted", lambda site: fused_moe, failure=None)

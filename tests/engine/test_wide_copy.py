@@ -11,7 +11,7 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.flags import technique_values
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.layers.linear import Linear
 from headrace.layers.wide_copy import LEAST, TakingTurns, copy_bytes, has_copy
 from headrace.models.families import spec_from_config

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.linear.packed import packed_moe
 from headrace.kernels.linear.reference import fused_linear
 from headrace.kernels.moe import reference
@@ -41,7 +41,9 @@ ONE = frozenset({"experts", "coded_experts"})
 pytestmark = pytest.mark.timeout(240)
 
 
-def given(tokens: int, hidden: int, experts: int, seed: int, crowded: bool) -> tuple[tuple[torch.Tensor, ...], Around]:
+def given(
+    tokens: int, hidden: int, experts: int, seed: int, crowded: bool
+) -> tuple[tuple[torch.Tensor, ...], Epilogue]:
     """``crowded``: all tokens take the first experts, two of which a router prefers equally."""
     torch.manual_seed(seed)
     x, logits = (torch.randn(tokens, each, device=CUDA).bfloat16() for each in (hidden, experts))
@@ -49,7 +51,7 @@ def given(tokens: int, hidden: int, experts: int, seed: int, crowded: bool) -> t
         logits[:, 1:4], logits[:, 5] = 9.0, logits[:, 6]
     squares = torch.rand(37, tokens, device=CUDA) * hidden / 20
     residual, scale = torch.randn(tokens, hidden, device=CUDA).bfloat16(), torch.rand(hidden, device=CUDA)
-    return (x, logits), Around(squares, 1e-5, None, residual, scale if seed % 2 else scale.bfloat16())
+    return (x, logits), Epilogue(squares, 1e-5, None, residual, scale if seed % 2 else scale.bfloat16())
 
 
 def offered(op: str, disabled: frozenset[str], **facts: Any) -> tuple[Any, str]:
@@ -62,9 +64,9 @@ def offered(op: str, disabled: frozenset[str], **facts: Any) -> tuple[Any, str]:
 def agree(run: Callable[..., Any], twin: Callable[..., Any], hidden: int, experts: int, factor: float) -> None:
     """Calls follow each other without waiting, twice: the same bits again."""
     cases = [given(tokens, hidden, experts, tokens, crowded) for tokens in TOKENS for crowded in (False, True)]
-    found = [[run(*inputs, around) for inputs, around in cases] for _ in range(2)]
-    for (inputs, around), once, again in zip(cases, *found, strict=True):
-        y, scaled, _ = twin(*inputs, around)
+    found = [[run(*inputs, epilogue) for inputs, epilogue in cases] for _ in range(2)]
+    for (inputs, epilogue), once, again in zip(cases, *found, strict=True):
+        y, scaled, _ = twin(*inputs, epilogue)
         peak = y.float().abs().max().clamp(min=1.0).bfloat16()
         check(once[0] / peak, y / peak, factor=factor)
         check(once[1] / peak, scaled / peak, factor=factor)
@@ -85,8 +87,8 @@ def test_experts(shape: tuple[int, int, int, int], disabled: frozenset[str]) -> 
     for renormalize, kind in ((True, Activation.SILU), (False, Activation.GELU_TANH)):
         assert disabled or run.function(run.most, hidden, inner, renormalize, kind) is not None, "others served"
 
-        def both(call: Callable[..., Any], x: Any, router: Any, around: Around) -> Any:
-            return call(x, router, gate_up, down, top_k, renormalize, kind, around)  # noqa: B023
+        def both(call: Callable[..., Any], x: Any, router: Any, epilogue: Epilogue) -> Any:
+            return call(x, router, gate_up, down, top_k, renormalize, kind, epilogue)  # noqa: B023
 
         agree(partial(both, run), partial(both, reference.fused_moe), hidden, experts, 1.0)
 
@@ -105,22 +107,22 @@ def test_behind_attention(shape: tuple[int, int, int, int], width: int) -> None:
     assert run.function(1, hidden, inner, *weights, width) is not None, "others served"
     for _ in range(2):
         for tokens in (1, 2, 5, 8):
-            around = given(tokens, hidden, experts, tokens, False)[1]
+            epilogue = given(tokens, hidden, experts, tokens, False)[1]
             attended = torch.randn(tokens, width, device=CUDA).bfloat16()
-            x, scaled, squares = fused_linear(output, None)(attended, Around(residual=around.residual, scale=norm))
-            logits, _, _ = fused_linear(router, None)(scaled, Around(squares, around.eps))
-            behind = Around(squares, around.eps, None, x, around.scale)
+            x, scaled, squares = fused_linear(output, None)(attended, Epilogue(residual=epilogue.residual, scale=norm))
+            logits, _, _ = fused_linear(router, None)(scaled, Epilogue(squares, epilogue.eps))
+            behind = Epilogue(squares, epilogue.eps, None, x, epilogue.scale)
             wanted = reference.fused_moe(scaled, logits, gate_up, down, top_k, *weights, behind)
             best = logits.float().sort(dim=1, descending=True).values
             clear = best[:, top_k - 1] - best[:, top_k] > 0.15
             compared += int(clear.sum())
             for next_weight in (None, qkv):
-                found = run.behind(attended, output, router, gate_up, down, *weights, norm, around, next_weight)
+                found = run.behind(attended, output, router, gate_up, down, *weights, norm, epilogue, next_weight)
                 if next_weight is None:
                     torch.testing.assert_close(found[2].sum(0), found[0].float().square().sum(1), rtol=1e-4, atol=1e-4)
                     second = wanted[1]
                 else:
-                    second = fused_linear(qkv, None)(wanted[1], Around(wanted[2], around.eps))[0]
+                    second = fused_linear(qkv, None)(wanted[1], Epilogue(wanted[2], epilogue.eps))[0]
                 for got, want in ((found[0], wanted[0]), (found[1], second)):
                     peak = want.float().abs().max().clamp(min=1.0).bfloat16()
                     if clear.any():
@@ -147,16 +149,16 @@ def test_experts_in_codes(form: Format, disabled: frozenset[str], shape: tuple[i
         assert run.function(run.most, hidden, inner, True, Activation.SILU) is not None, "others served"
     wanted: list[Any] = []
 
-    def twin(x: torch.Tensor, router: torch.Tensor, around: Around) -> Any:
-        given = x, router, pieces[:1], pieces[1:], top_k, True, Activation.SILU, around
+    def twin(x: torch.Tensor, router: torch.Tensor, epilogue: Epilogue) -> Any:
+        given = x, router, pieces[:1], pieces[1:], top_k, True, Activation.SILU, epilogue
         return reference.fused_moe(*given, apply=packed_moe)
 
     for tokens in TOKENS:  # before pieces are laid out for a kernel
         for crowded in (False, True):
-            inputs, around = given(tokens, hidden, experts, tokens, crowded)
-            wanted.append(twin(*inputs, around))
+            inputs, epilogue = given(tokens, hidden, experts, tokens, crowded)
+            wanted.append(twin(*inputs, epilogue))
     answers = iter(wanted)
     agree(
-        lambda x, router, around: run(x, router, pieces[:1], pieces[1:], top_k, True, Activation.SILU, around),
+        lambda x, router, epilogue: run(x, router, pieces[:1], pieces[1:], top_k, True, Activation.SILU, epilogue),
         lambda *_: next(answers), hidden, experts, 4.0,  # a last bit of what is rounded moves codes
     )  # fmt: skip

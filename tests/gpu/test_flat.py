@@ -13,8 +13,8 @@ import torch
 from headrace import LLM
 from headrace.kernels import Kernels
 from headrace.kernels.linear import reference
-from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.candidates import FUSED
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.spec import Activation
 from tests.support import tiny
 from tests.support.card import STRICT, check, params, require_card
@@ -56,11 +56,11 @@ def test_products_with_what_stands_around_them(outs: int, ins: int, pdl: bool) -
         for tokens in ROWS:
             x, residual, scale = random(tokens, ins), random(tokens, outs), torch.rand(outs, device=CUDA) + 0.5
             squares = torch.rand(300, tokens, device=CUDA) * ins / 150
-            for around in (Around(), Around(squares, 1e-5), Around(residual=residual, scale=scale.bfloat16())):
+            for epilogue in (Epilogue(), Epilogue(squares, 1e-5), Epilogue(residual=residual, scale=scale.bfloat16())):
                 for _ in range(2):
-                    got, want = product(x, around), twin(x, around)
+                    got, want = product(x, epilogue), twin(x, epilogue)
                     check(got[0], want[0])
-                    if around.scale is not None:
+                    if epilogue.scale is not None:
                         check(got[1], want[1])
                         torch.testing.assert_close(got[2].sum(0), got[0].float().square().sum(1), rtol=1e-4, atol=1e-3)
 
@@ -72,9 +72,9 @@ def test_gates(outs: int, ins: int) -> None:
     product, twin = pack(weight, None), reference.fused_linear(weight, None)  # type: ignore[operator]
     for tokens in ROWS:
         for kind in (Activation.SILU, Activation.GELU_TANH):
-            around = Around(torch.rand(64, tokens, device=CUDA) * ins / 32, 1e-5, kind)
+            epilogue = Epilogue(torch.rand(64, tokens, device=CUDA) * ins / 32, 1e-5, kind)
             x = random(tokens, ins)
-            check(product(x, around)[0], twin(x, around)[0])
+            check(product(x, epilogue)[0], twin(x, epilogue)[0])
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 40, 64])
@@ -93,8 +93,8 @@ def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int) -> Non
         def chain(up: object = up, down: object = down) -> torch.Tensor:
             residual, x, squares = start, start, start.float().square().sum(1)[None]
             for _ in range(layers):
-                middle, _, _ = up(x, Around(squares, 1e-5, Activation.SILU))  # type: ignore[operator]
-                residual, x, squares = down(middle, Around(residual=residual, scale=scale))  # type: ignore[operator]
+                middle, _, _ = up(x, Epilogue(squares, 1e-5, Activation.SILU))  # type: ignore[operator]
+                residual, x, squares = down(middle, Epilogue(residual=residual, scale=scale))  # type: ignore[operator]
             return residual
 
         eager = chain()

@@ -13,7 +13,7 @@ import torch
 
 from headrace.kernels.candidate import Shape
 from headrace.kernels.linear import reference
-from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.linear.packing import Coding
 from headrace.kernels.linear.ring_forms import MANY_ROWS, RingForm
 from headrace.spec import Activation
@@ -78,12 +78,12 @@ def test_products_with_what_stands_around_them(coding: Coding, outs: int, ins: i
                     torch.rand(outs, device=CUDA),
                 )
                 squares = torch.rand(300, tokens, device=CUDA) * ins / 150
-                fused = () if form.many else (Around(squares, 1e-5), Around(residual=residual, scale=scale))
-                for around in (Around(), *fused):
-                    got, want = product.compute(x, around, form), twin(x, around)
+                fused = () if form.many else (Epilogue(squares, 1e-5), Epilogue(residual=residual, scale=scale))
+                for epilogue in (Epilogue(), *fused):
+                    got, want = product.compute(x, epilogue, form), twin(x, epilogue)
                     check(got[0], want[0])
-                    assert torch.equal(got[0], product.compute(x, around, form)[0]), f"{form}: other bits"
-                    if around.scale is not None and got[1] is not None and got[2] is not None and want[1] is not None:
+                    assert torch.equal(got[0], product.compute(x, epilogue, form)[0]), f"{form}: other bits"
+                    if epilogue.scale is not None and got[1] is not None and got[2] is not None and want[1] is not None:
                         check(got[1], want[1])
                         torch.testing.assert_close(got[2].sum(0), got[0].float().square().sum(1), rtol=1e-4, atol=1e-3)
 
@@ -96,11 +96,11 @@ def test_gates(coding: Coding, outs: int, ins: int) -> None:
     twin = reference.fused_linear(weight, None)
     for form in (form for form in forms(coding, gated=True) if form.fits(product.shape, PROCESSORS)):
         for tokens in (1, form.rows):
-            around, x = (
-                Around(torch.rand(64, tokens, device=CUDA) * ins / 32, 1e-5, Activation.SILU),
+            epilogue, x = (
+                Epilogue(torch.rand(64, tokens, device=CUDA) * ins / 32, 1e-5, Activation.SILU),
                 torch.randn(tokens, ins, device=CUDA).bfloat16(),
             )
-            check(product.compute(x, around, form)[0], twin(x, around)[0])
+            check(product.compute(x, epilogue, form)[0], twin(x, epilogue)[0])
 
 
 @pytest.mark.parametrize("coding", CODINGS, ids=str)
@@ -114,7 +114,7 @@ def test_a_gate_as_one_matrix(coding: Coding, outs: int, ins: int) -> None:
     for form in (form for form in forms(coding) if form.rows >= 64 and form.fits(shape, PROCESSORS)):
         for tokens in (form.rows - 3, form.rows):
             x = torch.randn(tokens, ins, device=CUDA).bfloat16()
-            check(product.compute(x, Around(), form)[0], reference.fused_linear(weight, bias)(x, Around())[0])
+            check(product.compute(x, Epilogue(), form)[0], reference.fused_linear(weight, bias)(x, Epilogue())[0])
             if form.many and form.ways == 1:
                 ring = ManyRing(replace(product, forms=((form.rows, form),)), none)  # type: ignore[arg-type]
                 want = reference.gated_linear(weight, bias.float())(x.float(), Activation.SILU)
@@ -144,13 +144,13 @@ def test_inputs_of_8_bits(kind: str, outs: int, ins: int, gated: bool) -> None:
             x = codes(kind, tokens, ins)
             scale = torch.rand((tokens, -(-ins // 128) if blocks else 1), device=CUDA) + 0.5
             wide = x.float() * (scale.repeat_interleave(128, 1)[:, :ins] if blocks else scale)
-            around = (
-                Around(gate=Activation.SILU)
+            epilogue = (
+                Epilogue(gate=Activation.SILU)
                 if gated
-                else Around(residual=torch.randn(tokens, outs, device=CUDA).bfloat16())
+                else Epilogue(residual=torch.randn(tokens, outs, device=CUDA).bfloat16())
             )
-            around = around if gated else replace(around, scale=torch.rand(outs, device=CUDA))
-            given = replace(around, squares=scale if blocks else scale.view(1, -1))
-            got, want = product.compute(x.view(torch.bfloat16), given, form)[0], twin(wide, around)[0].bfloat16()
+            epilogue = epilogue if gated else replace(epilogue, scale=torch.rand(outs, device=CUDA))
+            given = replace(epilogue, squares=scale if blocks else scale.view(1, -1))
+            got, want = product.compute(x.view(torch.bfloat16), given, form)[0], twin(wide, epilogue)[0].bfloat16()
             check(got, want)
             assert torch.equal(got, product.compute(x.view(torch.bfloat16), given, form)[0]), f"{form}: other bits"

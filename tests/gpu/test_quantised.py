@@ -16,7 +16,7 @@ import torch
 
 from headrace.kernels.candidate import Shape
 from headrace.kernels.linear import reference
-from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.linear.forms import Form
 from headrace.kernels.linear.packed import packed_moe
 from headrace.kernels.linear.packing import Coding, Packed
@@ -62,10 +62,10 @@ def on_card(form: Format, outs: int, ins: int, seed: int = 0, copies: int = 0) -
     return piece
 
 
-def arounds(tokens: int, outs: int, ins: int) -> tuple[Around, ...]:
+def arounds(tokens: int, outs: int, ins: int) -> tuple[Epilogue, ...]:
     squares = torch.rand(300, tokens, device=CUDA) * ins / 150
-    behind = Around(residual=torch.randn(tokens, outs, device=CUDA).bfloat16(), scale=torch.rand(outs, device=CUDA))
-    return Around(), Around(squares, 1e-5), behind
+    behind = Epilogue(residual=torch.randn(tokens, outs, device=CUDA).bfloat16(), scale=torch.rand(outs, device=CUDA))
+    return Epilogue(), Epilogue(squares, 1e-5), behind
 
 
 def cases(shape: Shape, coding: Coding) -> Iterator[tuple[Form, tuple[int, ...]]]:
@@ -128,10 +128,10 @@ def multiplies_by(form: Format, outs: int, ins: int) -> None:
         product = product_of(coding, parts[0], kernel)
         for tokens in (1, kernel.rows - 3, kernel.rows):
             x = torch.randn(tokens, ins, device=CUDA).bfloat16()
-            for around in (arounds(tokens, outs, ins)[each] for each in which):
-                got, want = product.launch(kernel, x, around), twin(x, around)
+            for epilogue in (arounds(tokens, outs, ins)[each] for each in which):
+                got, want = product.launch(kernel, x, epilogue), twin(x, epilogue)
                 check(got[0], want[0])
-                assert torch.equal(got[0], product.launch(kernel, x, around)[0]), f"{kernel}: other bits"
+                assert torch.equal(got[0], product.launch(kernel, x, epilogue)[0]), f"{kernel}: other bits"
     x = torch.randn(700, ins, device=CUDA).bfloat16()
     check(replace(product, forms=((0, None),))(x), (x.float() @ weight.T).bfloat16())
 
@@ -150,9 +150,9 @@ def gates(form: Format) -> None:
     weight = torch.cat([piece.dense(slice(0, half), torch.float32) for piece in pieces])
     given = {"in_features": ins, "out_features": 2 * half, "gated": True, "formats": (form.label,) * 2}
     facts = {**given, "codings": (form.coding,) * 2, "eights": (form.eight,) * 2}
-    kernels, around = (
+    kernels, epilogue = (
         Kernels(CUDA, techniques=using(programmatic_launch=True)),
-        Around(torch.rand(64, 16, device=CUDA) * ins / 32, 1e-5, Activation.SILU),
+        Epilogue(torch.rand(64, 16, device=CUDA) * ins / 32, 1e-5, Activation.SILU),
     )
     fused = kernels.choose(*called("packed_fused_linear", dtype=torch.bfloat16, **facts))(pieces, None)
     product = kernels.choose(*called("packed_linear", dtype=torch.bfloat16, **facts))(pieces, None)
@@ -163,8 +163,8 @@ def gates(form: Format) -> None:
     assert {choice.chosen for choice in kernels.choices} == {f"{name}_ring" if ring else name}
     x = torch.randn(16, ins, device=CUDA).bfloat16()
     normed = (
-        (x.float() * torch.rsqrt(around.squares.sum(0) / ins + 1e-5).unsqueeze(1)).bfloat16()
-        if around.squares is not None
+        (x.float() * torch.rsqrt(epilogue.squares.sum(0) / ins + 1e-5).unsqueeze(1)).bfloat16()
+        if epilogue.squares is not None
         else x
     )
     inputs = form.activated(normed, pieces[0].tensors[0])
@@ -172,7 +172,7 @@ def gates(form: Format) -> None:
         "each half has a random table of its own: no one matrix"
     )
     if fused is not None:
-        check(fused(x, around)[0], reference.fused_linear(weight, None)(inputs, Around(gate=Activation.SILU))[0])
+        check(fused(x, epilogue)[0], reference.fused_linear(weight, None)(inputs, Epilogue(gate=Activation.SILU))[0])
     for tokens in (1, 16, 64, 128, 1000):
         x = torch.randn(tokens, ins, device=CUDA).bfloat16()
         inputs = form.activated(x, pieces[0].tensors[0])

@@ -14,7 +14,7 @@ import torch
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import Shape
 from headrace.kernels.linear import reference
-from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.linear.ring_forms import ROWS, RingForm, candidate_forms
 from headrace.spec import Activation
 from tests.support.card import check, require_card
@@ -70,17 +70,17 @@ def test_products_with_what_stands_around_them(outs: int, ins: int) -> None:
             for tokens in (rows - 15, rows - 7, rows):
                 x, residual, scale = random(tokens, ins), random(tokens, outs), torch.rand(outs, device=CUDA) + 0.5
                 squares = torch.rand(300, tokens, device=CUDA) * ins / 150
-                for around in (
-                    Around(squares, 1e-5),
-                    Around(residual=residual, scale=scale),
-                    Around(residual=residual, scale=scale.bfloat16()),
+                for epilogue in (
+                    Epilogue(squares, 1e-5),
+                    Epilogue(residual=residual, scale=scale),
+                    Epilogue(residual=residual, scale=scale.bfloat16()),
                 ):
-                    want = twin(x, around)
+                    want = twin(x, epilogue)
                     for form in forms_for(product.shape, rows):
-                        got = product.compute(x, around, form)
+                        got = product.compute(x, epilogue, form)
                         check(got[0], want[0])
-                        assert torch.equal(got[0], product.compute(x, around, form)[0]), f"{form}: other bits"
-                        if around.scale is not None:
+                        assert torch.equal(got[0], product.compute(x, epilogue, form)[0]), f"{form}: other bits"
+                        if epilogue.scale is not None:
                             check(got[1], want[1])
                             assert got[2] is not None
                             torch.testing.assert_close(
@@ -97,9 +97,9 @@ def test_gates(outs: int, ins: int, biased: bool) -> None:
     for rows in ROWS:
         for kind in Activation:
             for tokens in (rows - 15, rows):
-                around, x = Around(torch.rand(64, tokens, device=CUDA) * ins / 32, 1e-5, kind), random(tokens, ins)
+                epilogue, x = Epilogue(torch.rand(64, tokens, device=CUDA) * ins / 32, 1e-5, kind), random(tokens, ins)
                 for form in forms_for(product.shape, rows):
-                    check(product.compute(x, around, form)[0], twin(x, around)[0])
+                    check(product.compute(x, epilogue, form)[0], twin(x, epilogue)[0])
 
 
 @pytest.mark.parametrize("tokens", [2, 16, 40, 64])
@@ -120,8 +120,8 @@ def test_a_chain_in_a_graph_is_the_chain_launched_one_by_one(tokens: int, ways: 
         def chain(pair: list[RingLinear] = pair, forms: tuple[RingForm, RingForm] = forms) -> torch.Tensor:
             residual, x, squares = start, start, start.float().square().sum(1)[None]
             for _ in range(layers):
-                middle, _, _ = pair[0].compute(x, Around(squares, 1e-5, Activation.SILU), forms[0])
-                residual, x, squares = pair[1].compute(middle, Around(residual=residual, scale=scale), forms[1])  # type: ignore[assignment]
+                middle, _, _ = pair[0].compute(x, Epilogue(squares, 1e-5, Activation.SILU), forms[0])
+                residual, x, squares = pair[1].compute(middle, Epilogue(residual=residual, scale=scale), forms[1])  # type: ignore[assignment]
             return residual
 
         eager = chain()
@@ -146,4 +146,7 @@ def test_a_weight_of_the_table_is_served_for_every_number_of_rows() -> None:
     product, twin = offered(weight, None), reference.fused_linear(weight, None)
     for tokens in range(1, 65):
         x, residual, scale = random(tokens, 2048), random(tokens, 2048), random(2048)
-        check(product(x, Around(residual=residual, scale=scale))[0], twin(x, Around(residual=residual, scale=scale))[0])
+        check(
+            product(x, Epilogue(residual=residual, scale=scale))[0],
+            twin(x, Epilogue(residual=residual, scale=scale))[0],
+        )

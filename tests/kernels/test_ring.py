@@ -16,7 +16,7 @@ from headrace.bench.kernel_cases import DEFAULT_SPEC
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import EightBits, Shape
 from headrace.kernels.linear import candidates, reference, ring_forms
-from headrace.kernels.linear.around import MOST_ROWS, Around
+from headrace.kernels.linear.epilogue import MOST_ROWS, Epilogue
 from headrace.kernels.linear.flat_forms import flat, vector
 from headrace.kernels.linear.measured import SHIPPED, Measured
 from headrace.kernels.linear.packing import Coding
@@ -207,16 +207,16 @@ class Ring:
     def __init__(self, weight: torch.Tensor, forms: Any) -> None:
         self.weight, self.forms, self.shape, self.given = weight, forms, Shape(*weight.shape), list[tuple[int, int]]()
 
-    def compute(self, x: torch.Tensor, around: Any, form: RingForm, into: torch.Tensor | None = None) -> Any:
+    def compute(self, x: torch.Tensor, epilogue: Any, form: RingForm, into: torch.Tensor | None = None) -> Any:
         assert len(x) <= form.rows
         self.given.append((len(x), form.rows))
-        found = self.others(x, around)
+        found = self.others(x, epilogue)
         if into is not None:
             into.copy_(found[0])
         return found
 
-    def others(self, x: torch.Tensor, around: Any) -> Any:
-        return reference.fused_linear(self.weight, None)(x, around)
+    def others(self, x: torch.Tensor, epilogue: Any) -> Any:
+        return reference.fused_linear(self.weight, None)(x, epilogue)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -243,9 +243,9 @@ def test_matrices_of_two_codings_take_one_norm_in_each_by_itself(rows: int) -> N
     torch.manual_seed(rows)
     weight, x, squares = torch.randn(48, 32).bfloat16(), torch.randn(rows, 32).bfloat16(), torch.rand(2, rows) * 16
     first, second = Ring(weight[:40], ((16, RingForm(16, 64)),)), Ring(weight[40:], ((8, RingForm(8, 64)),))
-    y, scaled, sums = rings.RingsBelow((first, second))(x, Around(squares, 1e-5))
+    y, scaled, sums = rings.RingsBelow((first, second))(x, Epilogue(squares, 1e-5))
     assert (scaled, sums) == (None, None) and len(first.given) == 1 and len(second.given) == (rows <= 8)
-    torch.testing.assert_close(y, reference.fused_linear(weight, None)(x, Around(squares, 1e-5))[0])
+    torch.testing.assert_close(y, reference.fused_linear(weight, None)(x, Epilogue(squares, 1e-5))[0])
 
 
 @pytest.mark.parametrize(("rows", "kind"), [(64, "product"), (65, "ring"), (129, "gemm")])
@@ -270,21 +270,22 @@ def test_inputs_of_8_bits_are_rounded_once_and_scaled_behind_the_sums(rows: int,
     codes, scale = torch.zeros(rows, 32, dtype=torch.float8_e4m3fn), torch.rand(rows, 1)
     asked: list[Any] = []
     product = SimpleNamespace(
-        eight=EightBits("fp8"), rounded=lambda x, around: asked.append(around) or (codes, scale), fused=None
+        eight=EightBits("fp8"), rounded=lambda x, epilogue: asked.append(epilogue) or (codes, scale), fused=None
     )
     forms = ((64, RingForm(64, 64, eight="fp8")), (128, RingForm(128, 64, eight="fp8")))
     ring = SimpleNamespace(forms=forms, shape=Shape(48, 32))
-    ring.compute = lambda x, around, form: (x, around, form)
-    x, around = torch.randn(rows, 32).bfloat16(), Around(torch.rand(3, rows), 1e-5)
+    ring.compute = lambda x, epilogue, form: (x, epilogue, form)
+    x, epilogue = torch.randn(rows, 32).bfloat16(), Epilogue(torch.rand(3, rows), 1e-5)
     if served:
-        pairs, given, form = rings.EightBitRing(product, ring)(x, around)
-        assert asked == [around] and given.squares.shape == (1, rows) and given.eps == 1e-5
+        pairs, given, form = rings.EightBitRing(product, ring)(x, epilogue)
+        assert asked == [epilogue] and given.squares.shape == (1, rows) and given.eps == 1e-5
     else:
-        ring.compute = lambda x, around, form: (asked.append((around.squares.shape, form.rows)), torch.zeros(rows, 48))[
-            1:
-        ]
+        ring.compute = lambda x, epilogue, form: (
+            asked.append((epilogue.squares.shape, form.rows)),
+            torch.zeros(rows, 48),
+        )[1:]
         assert rings.EightBitCut(product, ring)(x).shape == (rows, 48)
-        assert asked == [Around(), ((1, rows), 128)]
+        assert asked == [Epilogue(), ((1, rows), 128)]
         return
     assert (
         pairs.shape == (rows, 16)

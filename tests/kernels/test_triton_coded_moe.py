@@ -8,7 +8,7 @@ import torch
 
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.candidate import ExpertFacts
-from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.linear.packed import packed_moe
 from headrace.kernels.moe.reference import fused_moe
 from headrace.kernels.moe.triton_coded import CodedMoe, _packed_singly, _packed_together, lay, rounded_again
@@ -95,10 +95,10 @@ def test_few_tokens_with_what_stands_around_them_equal_the_twin(form: Format, to
     torch.manual_seed(5)
     pieces = [random_piece(form, *shape, copies=4) for shape in ((256, 128), (128, 128))]
     x, router = torch.randn(tokens, 128).bfloat16(), torch.randn(tokens, 4).bfloat16()
-    around = Around(
+    epilogue = Epilogue(
         torch.rand(7, tokens) * 99, 1e-5, None, torch.randn(tokens, 128).bfloat16(), torch.rand(128).bfloat16()
     )
-    arguments = (x, router, pieces[:1], pieces[1:], 2, True, Activation.SILU, around)
+    arguments = (x, router, pieces[:1], pieces[1:], 2, True, Activation.SILU, epilogue)
     want = fused_moe(*arguments, apply=packed_moe)
     codings, eights = (tuple(getattr(each.form, name) for each in pieces) for name in ("rounded_coding", "eight"))
     got = CodedMoe(ExpertFacts(torch.bfloat16, 4, 2, eights=eights, rounded=codings)).fused(*arguments)

@@ -11,11 +11,11 @@ import torch
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.candidate import CallSite, EightBits, Shape, WeightFacts, plainly_empty
 from headrace.kernels.linear import coded, reference
-from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.candidates import _uncoded
 from headrace.kernels.linear.coded import TALL, CodedFused, CodedLinear, CodedProduct, lay
 from headrace.kernels.linear.coded_forms import ROWS, candidate_forms, forms_for
 from headrace.kernels.linear.eight_bits import Composed
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.linear.forms import FLAT, Form
 from headrace.kernels.linear.triton_ends import make_scratch
 from headrace.kernels.norm.reference import rms_norm
@@ -74,14 +74,14 @@ def test_products_with_what_stands_around_them_equal_their_twin(
     torch.manual_seed(2)
     (product,), weight = products([random_piece(form, 160, 512)], kernel, bias=True)
     x, twin = torch.randn(13, 512).bfloat16(), reference.fused_linear(weight, product.bias)
-    for around in (
-        Around(),
-        Around(torch.rand(70, 13) * 8, 1e-5),
-        Around(residual=torch.randn(13, 160).bfloat16(), scale=torch.rand(160)),
+    for epilogue in (
+        Epilogue(),
+        Epilogue(torch.rand(70, 13) * 8, 1e-5),
+        Epilogue(residual=torch.randn(13, 160).bfloat16(), scale=torch.rand(160)),
     ):
-        got, want = CodedFused(product)(x, around), twin(x, around)
+        got, want = CodedFused(product)(x, epilogue), twin(x, epilogue)
         assert_close(got[0], want[0], torch.bfloat16)
-        if around.scale is not None:
+        if epilogue.scale is not None:
             assert got[1] is not None and got[2] is not None and want[1] is not None
             assert_close(got[1], want[1], torch.bfloat16)
             assert_close(got[2].sum(0), got[0].float().square().sum(1), torch.float32)
@@ -96,8 +96,10 @@ def test_gates_equal_their_twin_and_are_found_again_one_below_the_other(form: Fo
         pieces[1] = random_piece(form, 96, 256, seed=8)
     (product,), weight = products(pieces, SHARED, gated=True)
     x = torch.randn(5, 256).bfloat16()
-    around = Around(torch.rand(3, 5) * 80, 1e-5, Activation.SILU)
-    assert_close(CodedFused(product)(x, around)[0], reference.fused_linear(weight, None)(x, around)[0], torch.bfloat16)
+    epilogue = Epilogue(torch.rand(3, 5) * 80, 1e-5, Activation.SILU)
+    assert_close(
+        CodedFused(product)(x, epilogue)[0], reference.fused_linear(weight, None)(x, epilogue)[0], torch.bfloat16
+    )
     for each in (product, replace(product, forms=((0, None),))):  # alone, and widened
         assert_close(each(x), (x.float() @ weight.T).bfloat16(), torch.bfloat16)
     for piece, half in zip(pieces, weight.chunk(2), strict=True):
@@ -197,8 +199,8 @@ def test_rotated_weights_meet_rotated_inputs() -> None:
     want = (form.activated(x, {}).float() @ weight.T).bfloat16()
     assert_close(product(x), want, torch.bfloat16)
     assert_close(replace(product, forms=((0, None),))(x), want, torch.bfloat16)
-    twin = reference.fused_linear(weight, None)(form.activated(x, {}), Around(squares, 1e-5))
-    assert_close(CodedFused(product)(x, Around(squares, 1e-5))[0], twin[0], torch.bfloat16)
+    twin = reference.fused_linear(weight, None)(form.activated(x, {}), Epilogue(squares, 1e-5))
+    assert_close(CodedFused(product)(x, Epilogue(squares, 1e-5))[0], twin[0], torch.bfloat16)
 
 
 INT8_INPUTS = Activations("int8")
@@ -227,16 +229,16 @@ def test_rounded_inputs_are_multiplied_by_whole_numbers(
     product, x = whole(found), torch.randn(13, 512).bfloat16()
     x[4] = 0
     twin, inputs = reference.fused_linear(weight, product.bias), form.activated(x, {})
-    for around in (Around(), Around(residual=torch.randn(13, 160).bfloat16(), scale=torch.rand(160))):
-        got, want = CodedFused(product)(x, around), twin(inputs, around)
+    for epilogue in (Epilogue(), Epilogue(residual=torch.randn(13, 160).bfloat16(), scale=torch.rand(160))):
+        got, want = CodedFused(product)(x, epilogue), twin(inputs, epilogue)
         assert_close(got[0], want[0], torch.bfloat16)
-        if around.scale is not None:
+        if epilogue.scale is not None:
             assert got[1] is not None and got[2] is not None and want[1] is not None
             assert_close(got[1], want[1], torch.bfloat16)
             assert_close(got[2].sum(0), got[0].float().square().sum(1), torch.float32)
     squares = torch.rand(70, 13) * 8
     normed = (x.float() * torch.rsqrt(squares.sum(0) / 512 + 1e-5).unsqueeze(1)).bfloat16()
-    assert_close(CodedFused(product)(x, Around(squares, 1e-5))[0], product(normed), torch.bfloat16)
+    assert_close(CodedFused(product)(x, Epilogue(squares, 1e-5))[0], product(normed), torch.bfloat16)
 
 
 def test_rounded_inputs_meet_gates_and_any_number_of_rows() -> None:
@@ -245,9 +247,9 @@ def test_rounded_inputs_meet_gates_and_any_number_of_rows() -> None:
     pieces = [random_piece(form, 96, 256, seed=seed) for seed in (7, 8)]
     (found,), weight = products(pieces, SHARED, gated=True)
     product, x = replace(whole(found), forms=((1000, TALL),)), torch.randn(130, 256).bfloat16()
-    inputs, around = form.activated(x, {}), Around(gate=Activation.SILU)
-    want = reference.fused_linear(weight, None)(inputs, around)[0]
-    assert_close(CodedFused(whole(found))(x[:5], around)[0], want[:5], torch.bfloat16)
+    inputs, epilogue = form.activated(x, {}), Epilogue(gate=Activation.SILU)
+    want = reference.fused_linear(weight, None)(inputs, epilogue)[0]
+    assert_close(CodedFused(whole(found))(x[:5], epilogue)[0], want[:5], torch.bfloat16)
     y = (inputs.float() @ weight.T).bfloat16()
     assert_close(product(x), y, torch.bfloat16)
     residual, norm = torch.randn(130, 256).bfloat16(), torch.randn(256).bfloat16()

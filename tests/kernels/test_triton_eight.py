@@ -11,8 +11,8 @@ import torch
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.candidate import EightBits, Shape
 from headrace.kernels.linear import reference
-from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.eight_bits import TALL, Composed, EightBitLinear, Maker
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.linear.forms import FLAT, Form
 from headrace.kernels.linear.triton_ends import make_scratch
 from headrace.kernels.norm import triton_activation, triton_norm
@@ -130,8 +130,8 @@ def test_products_equal_their_twin(form: ScaledWeight, ways: int, monkeypatch: p
     want = (inputs.float() @ weight.T + layer.bias.float()).bfloat16() if layer.bias is not None else None
     assert want is not None
     assert_close(layer(x), want, torch.bfloat16)
-    around = Around(residual=torch.randn(9, 176).bfloat16(), scale=torch.rand(176))
-    got, twins = layer.fused(x, around), reference.fused_linear(weight, layer.bias)(inputs, around)
+    epilogue = Epilogue(residual=torch.randn(9, 176).bfloat16(), scale=torch.rand(176))
+    got, twins = layer.fused(x, epilogue), reference.fused_linear(weight, layer.bias)(inputs, epilogue)
     assert got[1] is not None and got[2] is not None and twins[1] is not None
     assert_close(got[0], twins[0], torch.bfloat16)
     assert_close(got[1], twins[1], torch.bfloat16)
@@ -144,8 +144,8 @@ def test_gates_equal_their_twin(form: ScaledWeight) -> None:
     layer, twin = product(form, 128, 128, ins=256)
     x = torch.randn(4, 256).bfloat16()
     inputs, weight = twin(x)
-    want = reference.fused_linear(weight, None)(inputs, Around(gate=Activation.SILU))[0]
-    assert_close(layer.fused(x, Around(gate=Activation.SILU))[0], want, torch.bfloat16)
+    want = reference.fused_linear(weight, None)(inputs, Epilogue(gate=Activation.SILU))[0]
+    assert_close(layer.fused(x, Epilogue(gate=Activation.SILU))[0], want, torch.bfloat16)
 
 
 def test_many_rows_with_scales_of_blocks_go_through_tall_tiles() -> None:

@@ -12,7 +12,7 @@ import torch
 import tests.support.triton_interpreter  # before any kernel: it fixes the mode
 from headrace.kernels.candidate import CallSite, Card, KernelContext, Shape
 from headrace.kernels.linear import flat_linear, reference
-from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.linear.flat_forms import MEASURED, flat, forms_for, vector
 from headrace.kernels.linear.flat_linear import FlatLinear, FusedLinear, Product
 from headrace.kernels.linear.forms import FLAT, VECTOR, Form
@@ -46,15 +46,17 @@ def product(form: Form, outs: int, ins: int, *, gated: bool = False, bias: bool 
     )
 
 
-def around(tokens: int, outs: int, *, gated: bool, everything: bool) -> Around:
+def epilogue(tokens: int, outs: int, *, gated: bool, everything: bool) -> Epilogue:
     if gated:
-        return Around(torch.rand(70, tokens), 1e-5, Activation.GELU_TANH if everything else Activation.SILU)
+        return Epilogue(torch.rand(70, tokens), 1e-5, Activation.GELU_TANH if everything else Activation.SILU)
     if not everything:
-        return Around(squares=torch.rand(3, tokens), eps=1e-5)
-    return Around(torch.rand(1100, tokens), 1e-5, residual=torch.randn(tokens, outs).bfloat16(), scale=torch.rand(outs))
+        return Epilogue(squares=torch.rand(3, tokens), eps=1e-5)
+    return Epilogue(
+        torch.rand(1100, tokens), 1e-5, residual=torch.randn(tokens, outs).bfloat16(), scale=torch.rand(outs)
+    )
 
 
-def assert_equal_to_twin(layer: Product, x: torch.Tensor, given: Around) -> None:
+def assert_equal_to_twin(layer: Product, x: torch.Tensor, given: Epilogue) -> None:
     got = FusedLinear(layer)(x, given)
     want = reference.fused_linear(layer.weight, layer.bias)(x, given)
     assert_close(got[0], want[0], torch.bfloat16)
@@ -74,7 +76,7 @@ def test_products_with_what_stands_around_them_equal_their_twin(
     layer = product(form, outs, ins, bias=everything, pdl=everything)
     x = torch.randn(tokens, ins).bfloat16()
     for _ in range(2):  # tickets are as they were
-        assert_equal_to_twin(layer, x, around(tokens, outs, gated=False, everything=everything))
+        assert_equal_to_twin(layer, x, epilogue(tokens, outs, gated=False, everything=everything))
     assert not layer.scratch.tickets.any()
 
 
@@ -84,7 +86,7 @@ def test_gates_equal_their_twin(form: Form, everything: bool) -> None:
     tokens = 1 if form.kind == VECTOR else form.rows
     layer = product(form, 24, 128, gated=True, bias=everything)
     assert_equal_to_twin(
-        layer, torch.randn(tokens, 128).bfloat16(), around(tokens, 24, gated=True, everything=everything)
+        layer, torch.randn(tokens, 128).bfloat16(), epilogue(tokens, 24, gated=True, everything=everything)
     )
 
 

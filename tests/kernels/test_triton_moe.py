@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tests.support.triton_interpreter  # noqa: F401  before any kernel: it fixes the mode
-from headrace.kernels.linear.around import Around
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.moe import reference
 from headrace.kernels.moe.triton_moe import Moe, _routed, tiles_for
 from headrace.spec import Activation
@@ -40,8 +40,8 @@ def test_moe_equals_its_twin(dtype: torch.dtype, tokens: int, top_k: int, renorm
 @pytest.mark.parametrize("tokens", [1, 3, 9])
 def test_few_tokens_with_what_stands_around_them_equal_the_twin(tokens: int) -> None:
     x, router, gate_up, down = inputs(tokens, torch.float32)
-    around = Around(torch.rand(7, tokens) * 99, 1e-5, None, torch.randn(tokens, 72), torch.rand(72))
-    arguments = (x, router, gate_up, down, 2, True, Activation.SILU, around)
+    epilogue = Epilogue(torch.rand(7, tokens) * 99, 1e-5, None, torch.randn(tokens, 72), torch.rand(72))
+    arguments = (x, router, gate_up, down, 2, True, Activation.SILU, epilogue)
     got, want = Moe(False).fused(*arguments), reference.fused_moe(*arguments)
     for one, other in zip(got[:2], want[:2], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

@@ -21,9 +21,9 @@ from headrace.kernels.inputs import AdapterRows
 from headrace.kernels.linear import triton_codes as codes
 from headrace.kernels.linear import triton_eight as eight_bits
 from headrace.kernels.linear import triton_flat as flat
-from headrace.kernels.linear.around import Around
 from headrace.kernels.linear.coded import CodedFused, CodedProduct, lay
 from headrace.kernels.linear.eight_bits import Maker
+from headrace.kernels.linear.epilogue import Epilogue
 from headrace.kernels.linear.flat_forms import flat as flat_form
 from headrace.kernels.linear.flat_forms import vector
 from headrace.kernels.linear.flat_linear import FusedLinear, Product
@@ -141,7 +141,7 @@ def test_products_read_weights_alone_before_they_wait(form: Form, gated: bool, p
     residual, scale = None if gated else torch.randn(tokens, outs).bfloat16(), None if gated else torch.rand(outs)
     FusedLinear(layer)(
         torch.randn(tokens, ins).bfloat16(),
-        Around(torch.rand(3, tokens), 1e-5, Activation.SILU if gated else None, residual, scale),
+        Epilogue(torch.rand(3, tokens), 1e-5, Activation.SILU if gated else None, residual, scale),
     )
     assert_in_order(programs, [weight])
     assert form.kind == "flat" or programs.early["load"], "its first weights are under way meanwhile"
@@ -149,11 +149,11 @@ def test_products_read_weights_alone_before_they_wait(form: Form, gated: bool, p
 
 @pytest.mark.parametrize("ways", [1, 2])
 def test_products_with_quantised_weights_read_those_alone_before_they_wait(ways: int, programs: Programs) -> None:
-    shape, around = Shape(64, 256), Around(residual=torch.randn(3, 64).bfloat16(), scale=torch.rand(64))
+    shape, epilogue = Shape(64, 256), Epilogue(residual=torch.randn(3, 64).bfloat16(), scale=torch.rand(64))
     forms = ((64, Form(FLAT, 16, 64, 128, ways, late=True)),)
     (packed,) = lay([random_piece(PackedIntegers(4, 128, zero=False), 64, 256)], gated=False) or ()
     coded = CodedProduct(packed, torch.randn(64).bfloat16(), forms, make_scratch(shape, forms, "cpu"), pdl=True)
-    CodedFused(coded)(torch.randn(3, 256).bfloat16(), around)
+    CodedFused(coded)(torch.randn(3, 256).bfloat16(), epilogue)
     piece = random_piece(ScaledWeight("int8", (1, WHOLE), activations=Activations("int8")), 64, 256)
     site: Any = SimpleNamespace(pdl=True, empty=plainly_empty)
     forms = ((64, Form(FLAT, 16, 32, 128, ways, 4, 1)),)
@@ -161,7 +161,7 @@ def test_products_with_quantised_weights_read_those_alone_before_they_wait(ways:
         [piece], torch.randn(64).bfloat16()
     )
     assert eight is not None
-    eight.fused(torch.randn(3, 256).bfloat16(), around)
+    eight.fused(torch.randn(3, 256).bfloat16(), epilogue)
     rounder = rounding.Rounding(EightBits("int8"))
     rounder.rows(torch.randn(4, 96).bfloat16(), torch.rand(70, 4), 1e-5, pdl=True)
     held = (packed.blocks, packed.factor, coded.bias, eight.weight, eight.scale, eight.bias)
@@ -195,9 +195,9 @@ def pick() -> None:
 
 @pytest.mark.parametrize("around", [gather, store, pick])
 def test_what_stands_around_a_forward_pass_waits_before_it_touches_anything(
-    around: Callable[[], None], programs: Programs
+    epilogue: Callable[[], None], programs: Programs
 ) -> None:
-    around()
+    epilogue()
     assert_in_order(programs, [])
 
 
@@ -228,14 +228,14 @@ def test_experts_of_few_tokens_guess_ids_before_they_wait_and_read_them_again(
     facts = ExpertFacts(torch.bfloat16, 3, 2, eights=(None, None), rounded=(form.coding, form.coding))
     experts, x = CodedMoe(facts, pdl=True), torch.randn(2, 128).bfloat16()
     logits = torch.randn(2, 3).bfloat16()
-    around = Around(torch.rand(3, 2), 1e-5, None, torch.randn(2, 128).bfloat16(), torch.rand(128).bfloat16())
-    experts.fused(x, logits, up, down, 2, True, Activation.SILU, around)
+    epilogue = Epilogue(torch.rand(3, 2), 1e-5, None, torch.randn(2, 128).bfloat16(), torch.rand(128).bfloat16())
+    experts.fused(x, logits, up, down, 2, True, Activation.SILU, epilogue)
     plain = torch.randn(3, 256, 128).bfloat16(), torch.randn(3, 128, 128).bfloat16()
-    Moe(False, pdl=True).fused(x, logits, *plain, 2, True, Activation.SILU, around)
+    Moe(False, pdl=True).fused(x, logits, *plain, 2, True, Activation.SILU, epilogue)
     assert programs.early["load"]
     more, squares = torch.randn(2, 9, 128).bfloat16(), torch.rand(3, 9)
-    around = Around(squares, 1e-5, None, more[0], torch.rand(128).bfloat16())
-    Moe(False, pdl=True).fused(more[1], torch.randn(9, 3).bfloat16(), *plain, 2, True, Activation.SILU, around)
+    epilogue = Epilogue(squares, 1e-5, None, more[0], torch.rand(128).bfloat16())
+    Moe(False, pdl=True).fused(more[1], torch.randn(9, 3).bfloat16(), *plain, 2, True, Activation.SILU, epilogue)
     assert_in_order(programs, [each for each in made if each.dtype == torch.int32])
 
 

@@ -50,7 +50,7 @@ class Answer:
     def error(self) -> dict[str, Any]:
         """The error object; raises KeyError or ValueError when the body is not of the one shape that errors have.
 
-        Around it Anthropic's routes say that it is one.
+        Epilogue it Anthropic's routes say that it is one.
         """
         assert self.headers["content-type"] == "application/json", self
         error = self.json["error"]

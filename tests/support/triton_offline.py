@@ -351,7 +351,7 @@ def linear(tokens: int) -> dict[str, dict[str, int]]:
 
 
 def moe(tokens: int, *, held: int = 128) -> dict[str, dict[str, int]]:
-    from headrace.kernels.linear.around import Around
+    from headrace.kernels.linear.epilogue import Epilogue
     from headrace.kernels.moe import triton_few as moe_few
     from headrace.kernels.moe import triton_moe as moe
     from headrace.spec import Activation
@@ -364,9 +364,9 @@ def moe(tokens: int, *, held: int = 128) -> dict[str, dict[str, int]]:
     if tokens == 1:
         module, kernels = moe_few, ("_expand_few_kernel", "_contract_few_kernel")
         if places is None:
-            around = Around(torch.empty(512, 1), 1e-6, None, x, x[0])
+            epilogue = Epilogue(torch.empty(512, 1), 1e-6, None, x, x[0])
             return record(
-                module, kernels, lambda: run.fused(x, router, gate_up, down, 8, True, Activation.SILU, around)
+                module, kernels, lambda: run.fused(x, router, gate_up, down, 8, True, Activation.SILU, epilogue)
             )
     return record(module, kernels, lambda: run(x, router, gate_up, down, 8, True, Activation.SILU, places))
 

@@ -31,7 +31,7 @@ STEMS = {
     "fast_forward": "forced?_tokens", "cuda_graphs": r"graphs?\b", "compressed_weights": "compressed(?!-tensors|_tensors| bodies|\"|-)",
     "flat_gemm": "flat_(forms|linear|measured)|triton_flat",
     "tuned_products": "tuned", "gated_products": "gated_linear|GatedLinear|gated_measured", "early_weights": "ring_forms|cuda_ring|RingLinear",
-    "deep_fusion": "(?-i:Around)", "persistent_decode": "persistent|decode_step", "fused_rope_attention": "rope_attention",
+    "deep_fusion": "(?-i:Epilogue)", "persistent_decode": "persistent|decode_step", "fused_rope_attention": "rope_attention",
     "cascade_attention": "cascade", "unified_maximum": "unified", "programmatic_launch": "programmatic", "prompt_graphs": "prompt_graph|prompt_shape",
     "activation_arena": "arena",
 }  # fmt: skip

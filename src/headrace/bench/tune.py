@@ -32,9 +32,9 @@ from headrace.errors import ConfigError
 from headrace.kernels.candidate import CallSite, Card, Declined, EightBits, KernelContext, Shape, WeightFacts
 from headrace.kernels.linear import flat_forms, gated_tiles, ring_forms
 from headrace.kernels.linear import tuned as vendor
-from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.candidates import SMALL_WEIGHT
 from headrace.kernels.linear.cublaslt import Operands, Products
+from headrace.kernels.linear.epilogue import MOST_ROWS, Epilogue
 from headrace.kernels.linear.forms import FLAT
 from headrace.kernels.linear.gated_tiles import Tile
 from headrace.kernels.linear.measured import Measured
@@ -240,9 +240,9 @@ class RingProducts(Kind):
 
     def trials(self, shape: Shape, weights: Sequence[Tensor]) -> Iterator[Trial]:
         for rows in self.rows(shape):
-            x, around = random_inputs(rows, shape.ins), _around(shape, rows, self.activation)
-            without = partial(_measured_flat_calls, shape, x, around, weights)
-            yield self.trial(shape, rows, without, (x, around, weights), gain=1.02)
+            x, epilogue = random_inputs(rows, shape.ins), _around(shape, rows, self.activation)
+            without = partial(_measured_flat_calls, shape, x, epilogue, weights)
+            yield self.trial(shape, rows, without, (x, epilogue, weights), gain=1.02)
 
     def trial(
         self,
@@ -435,8 +435,10 @@ def _weights(shape: Shape, working_set: int) -> list[Tensor]:
     return [random_inputs(rows, shape.ins).mul_(shape.ins**-0.5) for _ in range(count)]
 
 
-def _around(shape: Shape, rows: int, activation: Activation) -> Around:
-    return Around(torch.full((1, rows), float(shape.ins), device="cuda"), 0.0, activation) if shape.gated else Around()
+def _around(shape: Shape, rows: int, activation: Activation) -> Epilogue:
+    return (
+        Epilogue(torch.full((1, rows), float(shape.ins), device="cuda"), 0.0, activation) if shape.gated else Epilogue()
+    )
 
 
 def _over(weights: Sequence[Any], product: Callable[..., Any], *arguments: Any) -> Calls:
@@ -470,7 +472,7 @@ def _build_flat(activation: Activation, forms: Sequence[tuple[bool, Any]]) -> No
             _flat_calls(shape, form, weight[:1], [weight], activation)[0]()
 
 
-def _measured_flat_calls(shape: Shape, x: Tensor, around: Around, weights: Sequence[Tensor]) -> Calls:
+def _measured_flat_calls(shape: Shape, x: Tensor, epilogue: Epilogue, weights: Sequence[Tensor]) -> Calls:
     """The flat forms in use without a ring."""
     from headrace.kernels.linear.flat_linear import Product
     from headrace.kernels.linear.triton_ends import make_scratch
@@ -480,18 +482,18 @@ def _measured_flat_calls(shape: Shape, x: Tensor, around: Around, weights: Seque
     scratch = make_scratch(shape, forms, x.device)
     products = [Product(weight, None, shape, forms, scratch, True) for weight in weights]
     form: Any = products[0].form(len(x))
-    return [partial(first, product.launch, form, x, around) for product in products]
+    return [partial(first, product.launch, form, x, epilogue) for product in products]
 
 
 def ring_calls(
-    shape: Shape, form: Any, x: Tensor, around: Around, weights: Sequence[Any], units: Tensor | None = None
+    shape: Shape, form: Any, x: Tensor, epilogue: Epilogue, weights: Sequence[Any], units: Tensor | None = None
 ) -> Calls:
     from headrace.kernels.linear.cuda_ring import RingLinear, kernels_of
 
     none: Any = None  # what no form serves is not asked for here
     kernels = kernels_of(torch.cuda.current_device())
     layers = [RingLinear(weight, None, shape, (), kernels, True, none, {}, units=units) for weight in weights]
-    return [partial(first, layer.compute, x, around, form) for layer in layers]
+    return [partial(first, layer.compute, x, epilogue, form) for layer in layers]
 
 
 def _vendor_forms(shape: Shape, x: Tensor, weights: Sequence[Tensor]) -> dict[Any, Callable[[], Calls]]:

@@ -28,7 +28,7 @@ from headrace.bench.tune import (
 )
 from headrace.kernels.candidate import EightBits, Shape
 from headrace.kernels.linear import coded_forms, flat_forms, ring_forms
-from headrace.kernels.linear.around import MOST_ROWS, Around
+from headrace.kernels.linear.epilogue import MOST_ROWS, Epilogue
 from headrace.kernels.linear.packing import DEPTH, Codes, Coding, Packed, Scales, pack
 from headrace.layers import wide_copy
 from headrace.sites import matrices
@@ -51,10 +51,10 @@ class CodedProducts(Kind):
         packed = _random(self.coding, shape, 2 * len(weights))
         for rows in coded_forms.ROWS:
             x = random_inputs(rows, shape.ins)
-            around = Around(gate=self.activation if shape.gated and rows <= MOST_ROWS else None)
+            epilogue = Epilogue(gate=self.activation if shape.gated and rows <= MOST_ROWS else None)
             tried = coded_forms.candidate_forms(shape, packed[0].outs, self.coding, rows)
-            forms: dict[Any, Any] = {form: partial(_calls, form, x, around, packed) for form in tried}
-            yield Trial(shape, rows, {None: partial(_widened, x, around, packed), **forms})
+            forms: dict[Any, Any] = {form: partial(_calls, form, x, epilogue, packed) for form in tried}
+            yield Trial(shape, rows, {None: partial(_widened, x, epilogue, packed), **forms})
 
 
 class _Rings(RingProducts):
@@ -85,10 +85,10 @@ class CodedRings(_Rings):
         assert self.coding is not None, "of codes"
         packed, before = (_random(self.coding, each, 2 * len(weights)) for each in (shape, LEAD))
         for rows in self.rows(shape):
-            x, around = random_inputs(rows, shape.ins), Around(gate=self.activation if shape.gated else None)
-            others = partial(_triton_calls, self.coding, shape, x, around, packed)
+            x, epilogue = random_inputs(rows, shape.ins), Epilogue(gate=self.activation if shape.gated else None)
+            others = partial(_triton_calls, self.coding, shape, x, epilogue, packed)
             lead = partial(_ring_or_others, self.coding, LEAD, random_inputs(rows, LEAD.ins), before)
-            yield self.trial(shape, rows, others, (x, around, packed), lead=lead)
+            yield self.trial(shape, rows, others, (x, epilogue, packed), lead=lead)
 
 
 class EightBitRings(_Rings):
@@ -112,11 +112,11 @@ class EightBitRings(_Rings):
         grid = (-(-outs // 128), -(-shape.ins // 128)) if eight.group else (outs,)
         scale = torch.full(grid, shape.ins**-0.5, device="cuda")
         for rows in self.rows(shape):
-            x, around = codes(rows, shape.ins), Around(gate=self.activation if shape.gated else None)
+            x, epilogue = codes(rows, shape.ins), Epilogue(gate=self.activation if shape.gated else None)
             squares = torch.ones((rows, -(-shape.ins // 128)) if eight.group else (1, rows), device="cuda")
-            beside = replace(around, squares=squares)
+            beside = replace(epilogue, squares=squares)
             pairs, laid = x.view(torch.bfloat16), [each.view(torch.bfloat16) for each in own]
-            others = partial(_eight_calls, eight, shape, x, squares.view(rows, -1), around, own, scale)
+            others = partial(_eight_calls, eight, shape, x, squares.view(rows, -1), epilogue, own, scale)
             lead = partial(_roundings, eight, random_inputs(rows, shape.ins))
             yield self.trial(shape, rows, others, (pairs, beside, laid, scale), lead=lead)
 
@@ -193,22 +193,22 @@ def random_packed(coding: Coding, outs: int, ins: int, *, gated: bool) -> Packed
     return pack(read, outs, coding, gated=gated)
 
 
-def _calls(form: Any, x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
+def _calls(form: Any, x: Tensor, epilogue: Epilogue, packed: Sequence[Packed]) -> Calls:
     from headrace.kernels.linear.coded import CodedProduct
     from headrace.kernels.linear.triton_ends import make_scratch
 
     forms = ((len(x), form),)
     scratch = make_scratch(Shape(packed[0].outs, packed[0].ins), forms, x.device)
     products = [CodedProduct(each, None, forms, scratch, pdl=True) for each in packed]
-    return [partial(first, product.launch, form, x, around) for product in products]
+    return [partial(first, product.launch, form, x, epilogue) for product in products]
 
 
-def _triton_calls(coding: Coding, shape: Shape, x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
+def _triton_calls(coding: Coding, shape: Shape, x: Tensor, epilogue: Epilogue, packed: Sequence[Packed]) -> Calls:
     """As an engine without rings would compute them."""
     known = coded_forms.measured(coding).table(torch.cuda.get_device_name())
     own = coded_forms.forms_for(shape, packed[0].outs, coding, processors(), known)
     form = next((form for most, form in own if len(x) <= most), None)
-    return _widened(x, around, packed) if form is None else _calls(form, x, around, packed)
+    return _widened(x, epilogue, packed) if form is None else _calls(form, x, epilogue, packed)
 
 
 def _ring_or_others(
@@ -220,8 +220,10 @@ def _ring_or_others(
     known = ring_forms.forms_at(laid, processors(), torch.cuda.get_device_name(), coding) if coding.ring else ()
     form = ring_forms.form_of(known, len(x))
     if form is not None and kind is not None and form.ways == 1:  # it takes the gate in
-        return ring_calls(Shape(laid.outs // 2, laid.ins, True), form, x, Around(gate=kind), packed)
-    calls = ring_calls(laid, form, x, Around(), packed) if form else _triton_calls(coding, laid, x, Around(), packed)
+        return ring_calls(Shape(laid.outs // 2, laid.ins, True), form, x, Epilogue(gate=kind), packed)
+    calls = (
+        ring_calls(laid, form, x, Epilogue(), packed) if form else _triton_calls(coding, laid, x, Epilogue(), packed)
+    )
     return calls if kind is None else [partial(lambda call: gated_activation(call(), kind), each) for each in calls]
 
 
@@ -233,7 +235,7 @@ def _roundings(eight: EightBits, x: Tensor) -> Calls:
 
 
 def _eight_calls(
-    eight: EightBits, shape: Shape, x: Tensor, own: Tensor, around: Around, weights: Sequence[Tensor], scale: Tensor
+    eight: EightBits, shape: Shape, x: Tensor, own: Tensor, epilogue: Epilogue, weights: Sequence[Tensor], scale: Tensor
 ) -> Calls:
     from headrace.kernels.linear.eight_bits import TALL, EightBitLinear, forms_for
     from headrace.kernels.linear.triton_ends import make_scratch
@@ -242,17 +244,17 @@ def _eight_calls(
     scratch = make_scratch(shape, forms, x.device)
     form = next(form for most, form in forms if len(x) <= most)
     layers = [EightBitLinear(each, scale, None, None, eight, forms, scratch, pdl=True) for each in weights]
-    return [partial(first, layer.launch, form, x, own, around, torch.bfloat16) for layer in layers]
+    return [partial(first, layer.launch, form, x, own, epilogue, torch.bfloat16) for layer in layers]
 
 
-def _widened(x: Tensor, around: Around, packed: Sequence[Packed]) -> Calls:
+def _widened(x: Tensor, epilogue: Epilogue, packed: Sequence[Packed]) -> Calls:
     from headrace.kernels.norm.triton_activation import gated_activation
 
     products = [_product(each) for each in packed]
 
     def computed(product: Any) -> Tensor:
         y = product.widened(x)
-        return y if around.gate is None else gated_activation(y, around.gate)
+        return y if epilogue.gate is None else gated_activation(y, epilogue.gate)
 
     return [partial(computed, product) for product in products]
 

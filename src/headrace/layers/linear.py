@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headrace.kernels.candidate import Facts, WeightFacts
 from headrace.kernels.inputs import AdapterRows
-from headrace.kernels.linear.around import MOST_ROWS, Around, Fuse
+from headrace.kernels.linear.epilogue import MOST_ROWS, Epilogue, Fuse
 from headrace.kernels.linear.packed import Activated, Normed
 from headrace.kernels.operations import (
     ACTIVATED_LINEAR,
@@ -329,7 +329,7 @@ class Linear(nn.Module):
         delta = self._adapted(stream.adapters)
         if self._fused is not None and stream.scaled is not None and (delta is None or self._activation is None):
             x, stream.scaled = stream.scaled, None
-            y = self._fused(x, Around(stream.squares, norm.eps, gate=self._activation))[0]
+            y = self._fused(x, Epilogue(stream.squares, norm.eps, gate=self._activation))[0]
             if delta is not None and stream.adapters is not None:
                 delta.add(y, x, stream.adapters, stream.squares, norm.eps)
             return y
@@ -356,7 +356,7 @@ class Linear(nn.Module):
         assert self._act is not None and self._activation is not None
         alone = self._adapted(adapters) is None
         if self._fused is not None and alone and len(x) <= MOST_ROWS:  # whose norm could not be taken in
-            return self._fused(x, Around(gate=self._activation))[0]
+            return self._fused(x, Epilogue(gate=self._activation))[0]
         gated = self._gated if alone and len(x) > MOST_ROWS else None
         y = None if gated is None else gated(x, self._activation)
         return self._act(self.forward(x, adapters), self._activation) if y is None else y
@@ -391,7 +391,7 @@ class Linear(nn.Module):
             delta.add(stream.sum, x, stream.adapters)  # in place: nothing else holds it by now
         if fuses and self._fused is not None:
             stream.sum, stream.scaled, stream.squares = self._fused(
-                x, Around(residual=stream.sum, scale=following.scale)
+                x, Epilogue(residual=stream.sum, scale=following.scale)
             )
         elif self._added is not None:
             stream.sum = self._added(x, stream.sum)

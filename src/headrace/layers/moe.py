@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.kernels.candidate import ExpertFacts
-from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.epilogue import Epilogue, Fused
 from headrace.kernels.operations import FUSED_MOE, MOE, PACKED_MOE
 from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.linear import Linear, Norm, Stream
@@ -83,10 +83,10 @@ class SparseFeedForward(nn.Module):
     def forward(self, stream: Stream, norm: Norm, following: Norm) -> None:
         """Norm, this, and onto the stream. ``following``: the norm after it."""
         if self._fused is not None and stream.scaled is not None:
-            x, around = stream.scaled, Around(stream.squares, norm.eps, None, stream.sum, following.scale)
+            x, epilogue = stream.scaled, Epilogue(stream.squares, norm.eps, None, stream.sum, following.scale)
             chosen, spec = self.router.normed(stream, norm), self._spec
             given = x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation
-            stream.sum, stream.scaled, stream.squares = self._fused(*given, around)
+            stream.sum, stream.scaled, stream.squares = self._fused(*given, epilogue)
             return
         x, stream.scaled = stream.normed(norm), None
         chosen = self.router.forward(x)
@@ -104,10 +104,10 @@ class SparseFeedForward(nn.Module):
         step, and the product behind it, too; else nothing was done."""
         if len(x) > self.takes_output(output) or not stream.takes_norms or stream.adapters is not None:
             return False
-        spec, around = self._spec, Around(None, norm.eps, None, stream.sum, following.scale)
+        spec, epilogue = self._spec, Epilogue(None, norm.eps, None, stream.sum, following.scale)
         weights = output.plain, self.router.plain, self.up, self.down
         found = cast(Any, self._fused).behind(
-            x, *weights, spec.renormalize, self._activation, norm.scale, around, self.later
+            x, *weights, spec.renormalize, self._activation, norm.scale, epilogue, self.later
         )
         if found is None:
             return False

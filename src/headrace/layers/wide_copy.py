@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.kernels.candidate import KernelContext, WeightFacts
 from headrace.kernels.linear import coded_forms
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.kernels.linear.measured import Measured, whole_numbers
 from headrace.kernels.linear.packed import PackedMatrix
 from headrace.kernels.linear.packing import Coding

@@ -18,7 +18,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.kernels import Kernels
 from headrace.kernels.candidate import EightBits, StepFacts
 from headrace.kernels.inputs import AdapterRows, ForwardInputs, LayerStep, Wanted
-from headrace.kernels.linear.around import LEAST_ADDED, MOST_ROWS
+from headrace.kernels.linear.epilogue import LEAST_ADDED, MOST_ROWS
 from headrace.kernels.operations import DECODE_STEP, DRAFT_TOKENS
 from headrace.kernels.step.reference import DraftTokens, StepWeights, WholeStep
 from headrace.layers.basic import Attention, Embedding, FeedForward, LayerNorm, RMSNorm, attention_of, in_order

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from headrace.config import Decision
 from headrace.errors import OutOfMemory
-from headrace.kernels.linear.around import LEAST_ADDED
+from headrace.kernels.linear.epilogue import LEAST_ADDED
 from headrace.parallel.group import Peers
 from headrace.spec import KVGroup
 from headrace.worker.device_memory import DeviceMeter, device_use, measured_peak, set_aside, small_bytes

@@ -28,7 +28,7 @@ from headrace.kernels import Kernels
 from headrace.kernels.build import gpu
 from headrace.kernels.build.ahead import CompileAhead, PendingKernels
 from headrace.kernels.candidate import Facts, Sizes, plainly_empty
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.kernels.operations import (
     FETCH_STEP,
     GATHER_INPUTS,

@@ -24,7 +24,7 @@ from headrace.kernels.build.native import TYPES, function_of, native
 from headrace.kernels.build.rehearsals import TOKENS, heads, token_counts
 from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, HeadFacts, RopeFacts, Sizes
 from headrace.kernels.inputs import AttentionInputs, Quantized
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.spec import attention_groups
 
 _MOST_HEAD_DIM = 256  # FlashAttention 2

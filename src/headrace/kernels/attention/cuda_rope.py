@@ -30,7 +30,7 @@ from headrace.kernels.build.driver import Function
 from headrace.kernels.build.variants import Variants
 from headrace.kernels.candidate import CallSite, Empty, HeadFacts, RopeFacts, plainly_empty
 from headrace.kernels.inputs import AttentionInputs, Quantized
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.spec import KVFormat
 
 _NAME = "rope_attention"

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from headrace.kernels.candidate import CallSite, Sizes
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.epilogue import MOST_ROWS
 
 TOKENS = 2  # not 1, which kernels may be specialised for; of one size all batches are
 

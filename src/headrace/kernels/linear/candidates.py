@@ -20,7 +20,7 @@ from headrace.kernels.build.native import native
 from headrace.kernels.build.rehearsals import TOKENS, corner
 from headrace.kernels.candidate import Calls, CallSite, Candidate, Facts, Shape, Sizes, WeightFacts
 from headrace.kernels.linear import compressed, panels, sparse
-from headrace.kernels.linear.around import MOST_ROWS, Around
+from headrace.kernels.linear.epilogue import MOST_ROWS, Epilogue
 from headrace.kernels.linear.gated_tiles import EIGHT_TILES, measured_tiles
 from headrace.kernels.linear.native import create_linear, create_onednn
 from headrace.kernels.linear.packing import empty
@@ -51,14 +51,14 @@ def _few_rows(site: CallSite[WeightFacts]) -> str | None:
     return None
 
 
-Place = tuple[str, Callable[[int], Around], bool]
+Place = tuple[str, Callable[[int], Epilogue], bool]
 Places = Callable[[CallSite[WeightFacts], Sizes], Iterator[Place]]
 
 
 def _alone(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[Place]:
     """Nothing around the product."""
     for biased in {False, _biased(sizes)}:
-        yield "alone", lambda outs: Around(), biased
+        yield "alone", lambda outs: Epilogue(), biased
 
 
 def _places(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[Place]:
@@ -67,19 +67,19 @@ def _places(site: CallSite[WeightFacts], sizes: Sizes) -> Iterator[Place]:
     spec, facts, norm = sizes.spec, site.facts, partial(site.zeros, 1, 1, dtype=torch.float32)
     weight = torch.float32 if spec.norm_offset else facts.dtype
     if facts.gated:
-        yield "normed, gated", lambda outs: Around(norm(), 1.0, spec.activation), spec.mlp_bias
+        yield "normed, gated", lambda outs: Epilogue(norm(), 1.0, spec.activation), spec.mlp_bias
         if spec.ranks > 1 and not facts.formats:  # whose sums leave norms half done for few rows, or for none
-            yield "gated", lambda outs: Around(gate=spec.activation), spec.mlp_bias
+            yield "gated", lambda outs: Epilogue(gate=spec.activation), spec.mlp_bias
         return
     if facts.routes:
-        yield "normed", lambda outs: Around(norm(), 1.0), False
+        yield "normed", lambda outs: Epilogue(norm(), 1.0), False
         return
     same = [each for each in matrices(spec) if (each.outs, each.ins) == (facts.out_features, facts.in_features)]
     for split, biased in dict.fromkeys((each.split, each.bias) for each in same):
         if split is Split.COLUMN:
-            yield "normed", lambda outs: Around(norm(), 1.0), biased
+            yield "normed", lambda outs: Epilogue(norm(), 1.0), biased
         else:
-            behind = lambda outs: Around(residual=site.zeros(1, outs), scale=site.zeros(outs, dtype=weight))  # noqa: E731
+            behind = lambda outs: Epilogue(residual=site.zeros(1, outs), scale=site.zeros(outs, dtype=weight))  # noqa: E731
             yield "added", behind, biased
 
 
@@ -89,13 +89,13 @@ def _flat_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes, places: Pla
     shape = Shape(corner(whole.outs, _LARGEST), corner(whole.ins, _LARGEST), whole.gated)
     rows = shape.outs * (2 if shape.gated else 1)
 
-    def launch(form: Any, around: Callable[[int], Around], biased: bool) -> object:
+    def launch(form: Any, epilogue: Callable[[int], Epilogue], biased: bool) -> object:
         product = run(site.zeros(rows, shape.ins), site.zeros(rows) if biased else None).product
-        return replace(product, shape=shape).launch(form, site.zeros(1, shape.ins), around(shape.outs))
+        return replace(product, shape=shape).launch(form, site.zeros(1, shape.ins), epilogue(shape.outs))
 
     forms = [form for _, form in run(site.zeros(0, shape.ins), None).product.forms if form is not None]
-    for (place, around, biased), form in product(places(site, sizes), dict.fromkeys(forms)):
-        yield f"{place}{', bias' * biased}, {shape.outs % 16}, {form}", partial(launch, form, around, biased)
+    for (place, epilogue, biased), form in product(places(site, sizes), dict.fromkeys(forms)):
+        yield f"{place}{', bias' * biased}, {shape.outs % 16}, {form}", partial(launch, form, epilogue, biased)
 
 
 _fused_calls = partial(_flat_calls, places=_places)
@@ -273,18 +273,18 @@ def _eight_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes, places: Pl
         static = torch.ones((), device=device) if maker.eight.static else None
         return maker.product(weight, scale, static, site.zeros(outs) if bias else None)
 
-    def rounded(given: Around) -> object:
+    def rounded(given: Epilogue) -> object:
         return layer(facts.in_features, bias=False).rounded(site.zeros(1, facts.in_features), given)
 
-    def multiply(form: Any, place: str, around: Callable[[int], Around], bias: bool) -> object:
+    def multiply(form: Any, place: str, epilogue: Callable[[int], Epilogue], bias: bool) -> object:
         made, width = layer(ins, bias=bias), outs // (1 + (place == "gated"))
         codes, scale = made.weight[:1], torch.zeros(1, -(-ins // 128) if maker.eight.group else 1, device=device)
-        return made.launch(form, codes, scale, around(width), facts.dtype)
+        return made.launch(form, codes, scale, epilogue(width), facts.dtype)
 
-    for place, around, biased in places(site, sizes):
-        yield f"{place}, rounded, {facts.in_features}", partial(rounded, around(outs))
+    for place, epilogue, biased in places(site, sizes):
+        yield f"{place}, rounded, {facts.in_features}", partial(rounded, epilogue(outs))
         for form in dict.fromkeys(form for _, form in maker.all_forms):
-            call = partial(multiply, form, place, around, biased)
+            call = partial(multiply, form, place, epilogue, biased)
             yield f"{place}{', bias' * biased}, {maker.eight}, {outs % 16}, {form}", call
 
 
@@ -336,12 +336,12 @@ def _unrounded(facts: WeightFacts) -> str | None:
 def coded_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes, places: Places = _alone) -> Calls:
     """In every form; of the product alone, the kernel that widens, too."""
     yield from _coded_roundings(site, run, normed=places is _places)
-    for place, around, biased in places(site, sizes):
+    for place, epilogue, biased in places(site, sizes):
         for coding, found in _coded_corners(site, run, biased=biased):
             if place == "alone" and not biased and found.rounding is None:
                 name = f"{coding}, widened{', gate' * found.packed.gated}"
                 yield name, partial(found.widen, 0, 64, site.facts.dtype)
-            yield from _coded_form_calls(site, coding, found, place, around)
+            yield from _coded_form_calls(site, coding, found, place, epilogue)
 
 
 coded_fused_calls = partial(coded_calls, places=_places)
@@ -372,12 +372,12 @@ def _coded_corners(site: CallSite[WeightFacts], run: Any, *, biased: bool) -> It
 
 
 def _coded_form_calls(
-    site: CallSite[WeightFacts], name: str, product: Any, place: str, around: Callable[[int], Around]
+    site: CallSite[WeightFacts], name: str, product: Any, place: str, epilogue: Callable[[int], Epilogue]
 ) -> Calls:
     packed, biased = product.packed, product.bias is not None
     for most, form in product.forms:
         if form is not None and (place == "alone" or most <= MOST_ROWS):
-            behind = partial(around, packed.outs // (1 + (place == "gated")))
+            behind = partial(epilogue, packed.outs // (1 + (place == "gated")))
             call = lambda form=form, behind=behind: product.launch(form, site.zeros(1, packed.ins), behind())  # noqa: E731
             yield (
                 f"{place}{', bias' * biased}, {name}, {packed.outs % 16}, {packed.ins % 16}, {packed.gated}, {form}",

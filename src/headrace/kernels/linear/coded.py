@@ -25,9 +25,9 @@ from torch import Tensor
 
 from headrace.kernels.build.launch import dependent
 from headrace.kernels.candidate import CallSite, Empty, WeightFacts, plainly_empty
-from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.coded_forms import forms_for, measured
 from headrace.kernels.linear.eight_bits import Composed, Composing
+from headrace.kernels.linear.epilogue import PLAIN, Epilogue, Fused
 from headrace.kernels.linear.forms import FLAT, Form, Forms
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.packing import DEPTH, ROWS, Codes, Coding, Packed, Read, pack, stack
@@ -141,13 +141,13 @@ class CodedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, in], rows one behind the other → [T, out]
         form = self.form(len(x))
-        return self.widened(x) if form is None else self.launch(form, x, ALONE)[0]
+        return self.widened(x) if form is None else self.launch(form, x, PLAIN)[0]
 
-    def launch(self, form: Form, x: Tensor, around: Around) -> Fused:
+    def launch(self, form: Form, x: Tensor, epilogue: Epilogue) -> Fused:
         if self.rounding is None:
-            return self._launch(form, self.turned(x), None, around, x.dtype)
-        codes, own = self.rounding.rows(x, around.squares, around.eps, pdl=self.pdl)
-        return self._launch(form, codes, own, replace(around, squares=None), x.dtype)
+            return self._launch(form, self.turned(x), None, epilogue, x.dtype)
+        codes, own = self.rounding.rows(x, epilogue.squares, epilogue.eps, pdl=self.pdl)
+        return self._launch(form, codes, own, replace(epilogue, squares=None), x.dtype)
 
     def turned(self, x: Tensor) -> Tensor:
         """A norm's division does not mind being done behind a rotation."""
@@ -160,19 +160,19 @@ class CodedProduct:
         assert form is not None, "any number of rows has one where inputs are rounded"
         if not len(codes):
             return self.empty((0, self.packed.outs), dtype, codes.device)
-        return self._launch(form, codes, own, ALONE, dtype)[0]
+        return self._launch(form, codes, own, PLAIN, dtype)[0]
 
-    def _launch(self, form: Form, x: Tensor, own: Tensor | None, around: Around, dtype: torch.dtype) -> Fused:
+    def _launch(self, form: Form, x: Tensor, own: Tensor | None, epilogue: Epilogue, dtype: torch.dtype) -> Fused:
         """``own``: scales of the rows of ``x``, which is int8 then, [T, 1]."""
-        packed, tokens, gated = self.packed, len(x), around.gate is not None
+        packed, tokens, gated = self.packed, len(x), epilogue.gate is not None
         outs, blocks = packed.outs // 2 if gated else packed.outs, form.columns // ROWS
         tiles, steps = triton.cdiv(packed.outs, form.columns), packed.blocks.shape[1]
         y, scratch = self.empty((tokens, outs), dtype, x.device), self.scratch
-        found, pointers, pieces, made = ends_of(around, self.bias, y, tiles, self.empty, _PIECES)
+        found, pointers, pieces, made = ends_of(epilogue, self.bias, y, tiles, self.empty, _PIECES)
         given = (y if each is None else each for each in (packed.table, packed.order))
         _codes_kernel[(tiles * form.ways, triton.cdiv(tokens, form.rows))](
             x, x if own is None else own, *views(packed), *given, scratch.parts, scratch.tickets, *pointers,
-            pieces, tokens, outs, packed.ins, steps, triton.cdiv(steps, form.ways), around.eps,
+            pieces, tokens, outs, packed.ins, steps, triton.cdiv(steps, form.ways), epilogue.eps,
             **constants(packed.coding), ORDERED=packed.order is not None, TURNED=packed.gated, AROUND=made,
             BLOCK_M=form.rows, BLOCKS=blocks, WAYS=form.ways, LATE=form.late, PDL=self.pdl,
             WHOLE=own is not None, num_warps=form.warps, num_stages=form.stages, **dependent(self.pdl),
@@ -231,15 +231,15 @@ class CodedLinear:
 
 @dataclass(frozen=True, slots=True)
 class CodedFused:
-    """As the twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale (any float
+    """As the twin says; ``x`` [T, in] and all of ``epilogue`` in bfloat16 but squares (float32) and scale (any float
     type). Up to MOST_ROWS rows."""
 
     product: CodedProduct
 
-    def __call__(self, x: Tensor, around: Around) -> Fused:
+    def __call__(self, x: Tensor, epilogue: Epilogue) -> Fused:
         form = self.product.form(len(x))
         assert form is not None, f"{len(x)} rows are more than a fused product takes"
-        return self.product.launch(form, x.reshape(-1, x.shape[-1]).contiguous(), around)
+        return self.product.launch(form, x.reshape(-1, x.shape[-1]).contiguous(), epilogue)
 
 
 @dataclass(frozen=True, slots=True)

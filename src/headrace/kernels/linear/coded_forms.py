@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace.kernels.candidate import Shape
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.kernels.linear.flat_forms import MEASURED as FLATS
 from headrace.kernels.linear.forms import FLAT, Form, Forms
 from headrace.kernels.linear.measured import Measured

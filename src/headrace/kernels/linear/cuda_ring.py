@@ -18,8 +18,8 @@ from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import TensorMap, tensor_map
 from headrace.kernels.build.variants import Variants
 from headrace.kernels.candidate import Empty, Shape, plainly_empty
-from headrace.kernels.linear.around import Around, Fuse, Fused
 from headrace.kernels.linear.cuda_gated import instruction
+from headrace.kernels.linear.epilogue import Epilogue, Fuse, Fused
 from headrace.kernels.linear.packing import Packed
 from headrace.kernels.linear.ring_forms import DEPTH, RingForm, RingForms, form_of
 from headrace.kernels.norm.triton_activation import KINDS
@@ -77,7 +77,7 @@ def kernels_of(device: int) -> Kernels:
 
 @dataclass(frozen=True, slots=True)
 class RingLinear:
-    """As ``fused_linear``'s twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale
+    """As ``fused_linear``'s twin says; ``x`` [T, in] and all of ``epilogue`` in bfloat16 but squares (float32) and scale
     (that or float32).
 
     ``others`` computes what no form of the table serves. The result is not rounded between the product and what follows
@@ -96,24 +96,24 @@ class RingLinear:
     # of 8 bits: scales of the weight's rows or blocks, float32; squares are those of inputs
     units: Tensor | None = None
 
-    def __call__(self, x: Tensor, around: Around) -> Fused:
+    def __call__(self, x: Tensor, epilogue: Epilogue) -> Fused:
         form = form_of(self.forms, x.shape[0])
-        return self.others(x, around) if form is None else self.compute(x, around, form)
+        return self.others(x, epilogue) if form is None else self.compute(x, epilogue, form)
 
-    def compute(self, x: Tensor, around: Around, form: RingForm, into: Tensor | None = None) -> Fused:
+    def compute(self, x: Tensor, epilogue: Epilogue, form: RingForm, into: Tensor | None = None) -> Fused:
         """``into``: columns of something larger that become the result; for few rows, without residual and scale."""
         x, outs, kernels = x.reshape(-1, x.shape[-1]).contiguous(), self.shape.outs, self.kernels
         tokens, ins = x.shape
         y = self.empty((tokens, outs), x.dtype, x.device) if into is None else into
         scaled = sums = None
-        if around.scale is not None:
+        if epilogue.scale is not None:
             scaled = self.empty((tokens, outs), x.dtype, x.device)
             # the form decides how many: not planned
             sums = torch.empty((form.tiles(self.shape), tokens), dtype=torch.float32, device=x.device)
-        pieces = 0 if around.squares is None else around.squares.shape[0]
+        pieces = 0 if epilogue.squares is None else epilogue.squares.shape[0]
         units = self.units if isinstance(self.weight, Tensor) else self.weight.factor
-        turned = self.turned and around.gate is None
-        function = kernels.function((replace(form, late=False), around.gate, turned))
+        turned = self.turned and epilogue.gate is None
+        function = kernels.function((replace(form, late=False), epilogue.gate, turned))
         inputs = kernels.input_map(x, form.rows)
         size = (
             form.programs(self.shape, kernels.processors),
@@ -127,9 +127,9 @@ class RingLinear:
             )  # fmt: skip
             return y, None, None
         function.launch(
-            *size, inputs, self._weights(form.columns), _at(around.squares), _at(self.bias), _at(around.residual),
-            _at(around.scale), c_int(0 if around.scale is None else around.scale.element_size()), _at(y), _at(scaled), _at(sums),
-            c_int(pieces), c_int(tokens), c_int(outs), c_int(outs if into is None else into.stride(0)), c_int(ins), c_float(around.eps),
+            *size, inputs, self._weights(form.columns), _at(epilogue.squares), _at(self.bias), _at(epilogue.residual),
+            _at(epilogue.scale), c_int(0 if epilogue.scale is None else epilogue.scale.element_size()), _at(y), _at(scaled), _at(sums),
+            c_int(pieces), c_int(tokens), c_int(outs), c_int(outs if into is None else into.stride(0)), c_int(ins), c_float(epilogue.eps),
             c_int(form.late),
             *(() if units is None else (_at(units),)), pdl=self.pdl, cluster=form.ways,
         )  # fmt: skip

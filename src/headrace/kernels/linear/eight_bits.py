@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.kernels.build.launch import dependent
 from headrace.kernels.candidate import CallSite, EightBits, Empty, WeightFacts, plainly_empty
-from headrace.kernels.linear.around import ALONE, MOST_ROWS, Around, Fuse, Fused
+from headrace.kernels.linear.epilogue import MOST_ROWS, PLAIN, Epilogue, Fuse, Fused
 from headrace.kernels.linear.forms import FLAT, Form
 from headrace.kernels.linear.packed import Activated, Normed, PackedMatrix, packed_linear
 from headrace.kernels.linear.triton_eight import _eight_kernel
@@ -47,21 +47,21 @@ class EightBitLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self.multiplied(*self.rounded(rows, ALONE), x.dtype).view(*x.shape[:-1], len(self.weight))
+        return self.multiplied(*self.rounded(rows, PLAIN), x.dtype).view(*x.shape[:-1], len(self.weight))
 
     @property
     def rounding(self) -> Rounding:
         return Rounding(self.eight, self.static, self.empty)
 
-    def rounded(self, x: Tensor, around: Around) -> tuple[Tensor, Tensor]:
-        return self.rounding.rows(x, around.squares, around.eps, pdl=self.pdl)
+    def rounded(self, x: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor]:
+        return self.rounding.rows(x, epilogue.squares, epilogue.eps, pdl=self.pdl)
 
     def multiplied(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """The product alone, in ``dtype``."""
         if not len(codes):
             return self.empty((0, len(self.weight)), dtype, codes.device)
         if bool(self.eight.group) or len(codes) <= MOST_ROWS:
-            return self.launch(self.form(len(codes)), codes, scale, ALONE, dtype)[0]
+            return self.launch(self.form(len(codes)), codes, scale, PLAIN, dtype)[0]
         return self.vendors(codes, scale, dtype)
 
     def form(self, rows: int) -> Form:
@@ -78,18 +78,18 @@ class EightBitLinear:
         )
         return (y if self.bias is None else y.add_(self.bias)).to(dtype)
 
-    def fused(self, x: Tensor, around: Around) -> Fused:
+    def fused(self, x: Tensor, epilogue: Epilogue) -> Fused:
         """As ``fused_linear``'s twin says, for ``x`` [T, in] whose rows are one behind the other."""
         form = self.form(len(x))
-        return self.launch(form, *self.rounded(x, around), around, x.dtype)
+        return self.launch(form, *self.rounded(x, epilogue), epilogue, x.dtype)
 
-    def launch(self, form: Form, codes: Tensor, scale: Tensor, around: Around, dtype: torch.dtype) -> Fused:
-        (tokens, ins), gated = codes.shape, around.gate is not None
+    def launch(self, form: Form, codes: Tensor, scale: Tensor, epilogue: Epilogue, dtype: torch.dtype) -> Fused:
+        (tokens, ins), gated = codes.shape, epilogue.gate is not None
         outs = len(self.weight) // (2 if gated else 1)
         tiles = triton.cdiv(outs, form.columns)
         ways = 1 if gated else form.ways
         y = self.empty((tokens, outs), dtype, codes.device)
-        found, (_, *pointers), _, made = ends_of(around, self.bias, y, tiles, self.empty, 0)
+        found, (_, *pointers), _, made = ends_of(epilogue, self.bias, y, tiles, self.empty, 0)
         _eight_kernel[(tiles * ways, triton.cdiv(tokens, form.rows))](
             codes.view(torch.uint8), scale, self.weight.view(torch.uint8), self.scale, self.scratch.parts, self.scratch.tickets,
             *pointers, tokens, outs, ins, triton.cdiv(triton.cdiv(ins, form.depth), ways),

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.kernels.candidate import Shape
-from headrace.kernels.linear.around import MOST_ROWS
+from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.kernels.linear.forms import FLAT, VECTOR, Form, Forms
 from headrace.kernels.linear.measured import Measured, whole_numbers
 

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.build.launch import dependent
 from headrace.kernels.candidate import CallSite, Empty, Shape, WeightFacts, plainly_empty
-from headrace.kernels.linear.around import ALONE, Around, Fused
+from headrace.kernels.linear.epilogue import PLAIN, Epilogue, Fused
 from headrace.kernels.linear.flat_forms import MEASURED, forms_for, without_vendor
 from headrace.kernels.linear.forms import FLAT, VECTOR, Form, Forms
 from headrace.kernels.linear.triton_ends import Scratch, ends_of, make_scratch
@@ -41,22 +41,22 @@ class Product:
     def form(self, tokens: int) -> Form | None:
         return next((form for most, form in self.forms if tokens <= most), None)
 
-    def launch(self, form: Form, x: Tensor, around: Around) -> Fused:  # x [T, in], rows one behind the other
+    def launch(self, form: Form, x: Tensor, epilogue: Epilogue) -> Fused:  # x [T, in], rows one behind the other
         (tokens, ins), weight, outs = x.shape, self.weight, self.shape.outs
         y, tiles = self.empty((tokens, outs), x.dtype, x.device), triton.cdiv(outs, form.columns)
-        found, pointers, pieces, made = ends_of(around, self.bias, y, tiles, self.empty, _PIECES[form.kind])
+        found, pointers, pieces, made = ends_of(epilogue, self.bias, y, tiles, self.empty, _PIECES[form.kind])
         named: dict[str, Any] = {"AROUND": made, "BLOCK_N": form.columns, "BLOCK_K": form.depth, "LATE": form.late}
         named |= {"PDL": self.pdl, "num_warps": form.warps, **dependent(self.pdl)}
         if form.kind == VECTOR:
             _vector_kernel[(tiles,)](
-                x, weight, *pointers, pieces, tokens, outs, ins, around.eps, AHEAD=form.ways, **named
+                x, weight, *pointers, pieces, tokens, outs, ins, epilogue.eps, AHEAD=form.ways, **named
             )
             return found
         x_map = TensorDescriptor(x, [tokens, ins], [ins, 1], [form.rows, form.depth])
         weight_map = TensorDescriptor(weight, list(weight.shape), [ins, 1], [form.columns, form.depth])
         share = triton.cdiv(ins, form.ways * form.depth) * form.depth
         _flat_kernel[(tiles * form.ways,)](
-            x_map, weight_map, self.scratch.parts, self.scratch.tickets, *pointers, pieces, tokens, outs, ins, share, around.eps,
+            x_map, weight_map, self.scratch.parts, self.scratch.tickets, *pointers, pieces, tokens, outs, ins, share, epilogue.eps,
             BLOCK_M=form.rows, WAYS=form.ways, num_stages=form.stages, **named,
         )  # fmt: skip
         return found
@@ -81,12 +81,12 @@ class FlatLinear:
         return self.compute(x, form)
 
     def compute(self, x: Tensor, form: Form) -> Tensor:
-        return self.product.launch(form, _rows(x), ALONE)[0].view(*x.shape[:-1], -1)
+        return self.product.launch(form, _rows(x), PLAIN)[0].view(*x.shape[:-1], -1)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """As the twin says; ``x`` [T, in] and all of ``around`` in bfloat16 but squares (float32) and scale (any float
+    """As the twin says; ``x`` [T, in] and all of ``epilogue`` in bfloat16 but squares (float32) and scale (any float
     type).
 
     For up to MOST_ROWS rows. The result is not rounded between the product and what follows it.
@@ -94,13 +94,13 @@ class FusedLinear:
 
     product: Product
 
-    def __call__(self, x: Tensor, around: Around) -> Fused:
+    def __call__(self, x: Tensor, epilogue: Epilogue) -> Fused:
         form = self.product.form(x.shape[0])
         assert form is not None, f"{x.shape[0]} rows are more than a fused product takes"
-        return self.compute(x, around, form)
+        return self.compute(x, epilogue, form)
 
-    def compute(self, x: Tensor, around: Around, form: Form) -> Fused:
-        return self.product.launch(form, _rows(x), around)
+    def compute(self, x: Tensor, epilogue: Epilogue, form: Form) -> Fused:
+        return self.product.launch(form, _rows(x), epilogue)
 
 
 def _rows(x: Tensor) -> Tensor:

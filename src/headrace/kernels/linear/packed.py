@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.candidate import EightBits
-from headrace.kernels.linear.around import Fuse
+from headrace.kernels.linear.epilogue import Fuse
 from headrace.kernels.linear.packing import Codes, Coding, Packed
 from headrace.kernels.linear.reference import fused_linear
 from headrace.kernels.moe.reference import here, route
@@ -99,9 +99,9 @@ def packed_linear(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Callab
 def packed_fused_linear(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Fuse | None:
     """As ``fused_linear``, the weight being all ``pieces`` one below another. A candidate may give None: these it does
     not multiply by as one matrix."""
-    return lambda x, around: fused_linear(
+    return lambda x, epilogue: fused_linear(
         torch.cat([piece.dense(slice(0, piece.outs), x.dtype) for piece in pieces]), bias
-    )(x, around)
+    )(x, epilogue)
 
 
 def normed_linear(pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Normed | None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.candidate import Empty, plainly_empty
-from headrace.kernels.linear.around import Around, Fuse, Fused
+from headrace.kernels.linear.epilogue import Epilogue, Fuse, Fused
 from headrace.kernels.norm.reference import gated_activation
 from headrace.spec import Activation
 
@@ -63,20 +63,20 @@ def gated_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor, Activ
 def fused_linear(weight: Tensor, bias: Tensor | None) -> Fuse:
     """The product with what stands around it: y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual, then y · scale and y².
 
-    ``x`` [T, in]; ``weight`` [out, in], with a gate W and V, one behind the other, [2 out, in]; see ``Around``. One
+    ``x`` [T, in]; ``weight`` [out, in], with a gate W and V, one behind the other, [2 out, in]; see ``Epilogue``. One
     rounding, of y.
     """
 
-    def apply(x: Tensor, around: Around) -> Fused:
+    def apply(x: Tensor, epilogue: Epilogue) -> Fused:
         y = x.float() @ weight.float().T
-        if around.squares is not None:
-            y = y * torch.rsqrt(around.squares.sum(0) / x.shape[-1] + around.eps).unsqueeze(1)
+        if epilogue.squares is not None:
+            y = y * torch.rsqrt(epilogue.squares.sum(0) / x.shape[-1] + epilogue.eps).unsqueeze(1)
         y = y if bias is None else y + bias.float()
-        if around.gate is not None:
-            y = gated_activation(y, around.gate)
-        y = (y if around.residual is None else y + around.residual.float()).to(x.dtype)
-        if around.scale is None:
+        if epilogue.gate is not None:
+            y = gated_activation(y, epilogue.gate)
+        y = (y if epilogue.residual is None else y + epilogue.residual.float()).to(x.dtype)
+        if epilogue.scale is None:
             return y, None, None
-        return y, (y.float() * around.scale.float()).to(x.dtype), y.float().square().sum(1).unsqueeze(0)
+        return y, (y.float() * epilogue.scale.float()).to(x.dtype), y.float().square().sum(1).unsqueeze(0)
 
     return apply

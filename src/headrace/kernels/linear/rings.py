@@ -17,11 +17,11 @@ from torch import Tensor
 
 from headrace.kernels.candidate import CallSite, Shape, WeightFacts
 from headrace.kernels.linear import cuda_gated
-from headrace.kernels.linear.around import ALONE, MOST_ROWS, Around, Fuse, Fused
 from headrace.kernels.linear.coded import Coded, CodedFused, CodedLinear, CodedProduct
 from headrace.kernels.linear.cuda_gated import EightBitGemm
 from headrace.kernels.linear.cuda_ring import Kernels, RingLinear, kernels_of
 from headrace.kernels.linear.eight_bits import Composed, Composing, EightBitLinear, Maker
+from headrace.kernels.linear.epilogue import MOST_ROWS, PLAIN, Epilogue, Fuse, Fused
 from headrace.kernels.linear.flat_linear import create_fused
 from headrace.kernels.linear.gated_tiles import WIDEST_ROWS
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
@@ -108,7 +108,7 @@ class CodedRings:
         return RingLinear(packed, product.bias, shape, forms, self.kernels, site.pdl, others, {}, site.empty)
 
 
-def _nobody(x: Tensor, around: Around) -> Fused:
+def _nobody(x: Tensor, epilogue: Epilogue) -> Fused:
     raise AssertionError("what no form serves is not asked for")
 
 
@@ -128,15 +128,15 @@ class RingsBelow:
 
     parts: tuple[RingLinear, ...]
 
-    def __call__(self, x: Tensor, around: Around) -> Fused:
+    def __call__(self, x: Tensor, epilogue: Epilogue) -> Fused:
         widths = [each.shape.outs for each in self.parts]
         y = self.parts[0].empty((len(x), sum(widths)), x.dtype, x.device)
         for each, into in zip(self.parts, y.split(widths, 1), strict=True):
             form = form_of(each.forms, len(x))
             if form is None:
-                into.copy_(each.others(x, around)[0])
+                into.copy_(each.others(x, epilogue)[0])
             else:
-                each.compute(x, around, form, into)
+                each.compute(x, epilogue, form, into)
         return y, None, None
 
 
@@ -153,7 +153,7 @@ class ManyRing:
         form = form_of(self.ring.forms, len(rows)) if len(rows) >= self.least else None
         if form is None:
             return self.others(x)
-        return self.ring.compute(rows, ALONE, form)[0].view(*x.shape[:-1], -1)
+        return self.ring.compute(rows, PLAIN, form)[0].view(*x.shape[:-1], -1)
 
     def gated(self, x: Tensor, kind: Activation) -> Tensor | None:  # [T, in] → [T, out / 2]
         """The first half of y, through the activation, times the second; None: no form takes that in."""
@@ -161,7 +161,7 @@ class ManyRing:
         if form is None or form.ways > 1 or not (isinstance(ring.weight, Packed) and ring.weight.gated):
             return None
         half = Shape(ring.shape.outs // 2, ring.shape.ins, True)
-        return replace(ring, shape=half).compute(x, Around(gate=kind), form)[0]
+        return replace(ring, shape=half).compute(x, Epilogue(gate=kind), form)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class EightBitCut:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self.multiplied(*self.product.rounded(rows, ALONE), x.dtype).view(*x.shape[:-1], self.ring.shape.outs)
+        return self.multiplied(*self.product.rounded(rows, PLAIN), x.dtype).view(*x.shape[:-1], self.ring.shape.outs)
 
     def multiplied(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         form = form_of(self.ring.forms, len(codes)) if len(codes) > MOST_ROWS else None
@@ -185,14 +185,14 @@ class EightBitCut:
             return y if self.product.bias is None else y.add_(self.product.bias)
         if form is None:
             return self.product.multiplied(codes, scale, dtype)
-        return _multiplied(self.product, self.ring, codes, scale, ALONE, form)[0]
+        return _multiplied(self.product, self.ring, codes, scale, PLAIN, form)[0]
 
 
 def _multiplied(
-    product: EightBitLinear, ring: RingLinear, codes: Tensor, scale: Tensor, around: Around, form: RingForm
+    product: EightBitLinear, ring: RingLinear, codes: Tensor, scale: Tensor, epilogue: Epilogue, form: RingForm
 ) -> Fused:
     own = scale if product.eight.group else scale.view(1, -1)
-    return ring.compute(codes.view(torch.bfloat16), replace(around, squares=own), form)
+    return ring.compute(codes.view(torch.bfloat16), replace(epilogue, squares=own), form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +202,12 @@ class EightBitRing:
     product: EightBitLinear
     ring: RingLinear
 
-    def __call__(self, x: Tensor, around: Around) -> Fused:
+    def __call__(self, x: Tensor, epilogue: Epilogue) -> Fused:
         form = form_of(self.ring.forms, len(x))
         if form is None:
-            return self.product.fused(x, around)
-        codes = self.product.rounded(x.reshape(-1, x.shape[-1]).contiguous(), around)
-        return _multiplied(self.product, self.ring, *codes, around, form)
+            return self.product.fused(x, epilogue)
+        codes = self.product.rounded(x.reshape(-1, x.shape[-1]).contiguous(), epilogue)
+        return _multiplied(self.product, self.ring, *codes, epilogue, form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels.candidate import Empty, Shape
-from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.epilogue import Epilogue, Fused
 from headrace.kernels.linear.forms import FLAT, Forms
 from headrace.kernels.norm.triton_activation import KINDS, act
 
@@ -122,19 +122,19 @@ def make_scratch(shape: Shape, forms: Forms, device: torch.device | str) -> Scra
 
 
 def ends_of(
-    around: Around, bias: Tensor | None, y: Tensor, tiles: int, empty: Empty, pieces: int
+    epilogue: Epilogue, bias: Tensor | None, y: Tensor, tiles: int, empty: Empty, pieces: int
 ) -> tuple[Fused, tuple[Tensor, ...], int, tuple[int, ...]]:
     """The results of a launch whose programs write ``tiles`` of each row, ``y`` among them; its pointers as
     ``Ends`` has them, how many partial sums of squares there are, and AROUND. So many ``pieces`` of these
     are loaded early; 0: a norm is none of the launch's business."""
     scaled = sums = None
-    if around.scale is not None:
+    if epilogue.scale is not None:
         scaled = empty(y.shape, y.dtype, y.device)
         # the form decides how many: not planned
         sums = torch.empty((tiles, len(y)), dtype=torch.float32, device=y.device)
-    squares, gate = around.squares if pieces else None, around.gate
-    made = (squares, bias, around.residual, around.scale, y, scaled, sums)
+    squares, gate = epilogue.squares if pieces else None, epilogue.gate
+    made = (squares, bias, epilogue.residual, epilogue.scale, y, scaled, sums)
     pointers = tuple(y if each is None else each for each in made)
     kinds = squares is not None, bias is not None, gate is not None, 0 if gate is None else KINDS[gate]
-    rest = around.residual is not None, around.scale is not None, 1 if squares is None else pieces
+    rest = epilogue.residual is not None, epilogue.scale is not None, 1 if squares is None else pieces
     return (y, scaled, sums), pointers, 0 if squares is None else len(squares), (*kinds, *rest)

@@ -20,8 +20,8 @@ from headrace.kernels.build.native import ACTIVATIONS, TYPES, function_of, nativ
 from headrace.kernels.build.rehearsals import TOKENS
 from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes, rows_of
 from headrace.kernels.linear import panels
-from headrace.kernels.linear.around import MOST_ROWS, Around
 from headrace.kernels.linear.candidates import INTEGER, INTEGERS
+from headrace.kernels.linear.epilogue import MOST_ROWS, Epilogue
 from headrace.kernels.linear.native import FEW_ROWS, linear_of_many_rows
 from headrace.kernels.linear.packing import empty
 from headrace.kernels.moe import reference
@@ -79,10 +79,10 @@ def _places(site: CallSite[ExpertFacts]) -> Tensor | None:
     return None if site.facts.held is None else site.zeros(1, site.facts.num_experts, dtype=torch.int32)
 
 
-def _around(site: CallSite[ExpertFacts], sizes: Sizes, tokens: int) -> Around:
+def _around(site: CallSite[ExpertFacts], sizes: Sizes, tokens: int) -> Epilogue:
     hidden, scale = sizes.spec.hidden_size, torch.float32 if sizes.spec.norm_offset else None
     squares = site.zeros(1, tokens, dtype=torch.float32)
-    return Around(squares, 1.0, None, site.zeros(tokens, hidden), site.zeros(hidden, dtype=scale))
+    return Epilogue(squares, 1.0, None, site.zeros(tokens, hidden), site.zeros(hidden, dtype=scale))
 
 
 def _counts(moe: MoESpec, pairs: tuple[int, ...], *, fused: bool) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import Function
 from headrace.kernels.build.variants import Variants
 from headrace.kernels.candidate import CallSite, EightBits, Empty, ExpertFacts, rows_of
-from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.epilogue import Epilogue, Fused
 from headrace.kernels.linear.packing import Coding, Packed
 from headrace.kernels.moe.reference import MOST, MOST_CODED
 from headrace.kernels.moe.triton_coded import CodedMoe
@@ -125,11 +125,11 @@ class FewExperts:
         return cls(site.facts, _builds_of(site.device), site.behind(), site.empty, site.pdl, coded, few)
 
     def __call__(
-        self, x: Tensor, router_logits: Tensor, gate_up: Any, down: Any, top_k: int, renormalize: bool, kind: Activation, around: Around,
+        self, x: Tensor, router_logits: Tensor, gate_up: Any, down: Any, top_k: int, renormalize: bool, kind: Activation, epilogue: Epilogue,
     ) -> Fused:  # fmt: skip
         up, low = (gate_up, down) if self.coded is None else self.coded.laid(gate_up, down)
-        found = self.computed(x, router_logits, up, low, renormalize, kind, around)
-        return found or self.others(x, router_logits, gate_up, down, top_k, renormalize, kind, around)
+        found = self.computed(x, router_logits, up, low, renormalize, kind, epilogue)
+        return found or self.others(x, router_logits, gate_up, down, top_k, renormalize, kind, epilogue)
 
     @property
     def most(self) -> int:
@@ -164,7 +164,7 @@ class FewExperts:
         return tokens <= MOST_CODED and one_strip and not attended % _STEP and attended <= _WIDEST
 
     def computed(
-        self, x: Tensor, logits: Tensor, up: Tensor | Packed, down: Tensor | Packed, renormalize: bool, kind: Activation, around: Around,
+        self, x: Tensor, logits: Tensor, up: Tensor | Packed, down: Tensor | Packed, renormalize: bool, kind: Activation, epilogue: Epilogue,
     ) -> Fused | None:  # fmt: skip
         """``up``, ``down``: of all experts, or the first one's codes, behind which the others' lie. None: nothing was
         done."""
@@ -172,22 +172,24 @@ class FewExperts:
         function = self.function(x.shape[0], x.shape[1], inner, renormalize, kind)
         if function is None:
             return None
-        assert around.squares is not None
+        assert epilogue.squares is not None
         logits = rows_of(logits)
-        given = {"x": x.contiguous(), "logits": logits, "squares": around.squares}
-        return self._compute(function, given, (len(around.squares), logits.stride(0), 0, 0), up, down, inner, around)
+        given = {"x": x.contiguous(), "logits": logits, "squares": epilogue.squares}
+        return self._compute(
+            function, given, (len(epilogue.squares), logits.stride(0), 0, 0), up, down, inner, epilogue
+        )
 
     def behind(
         self, attended: Tensor, output: Any, router: Tensor, gate_up: Any, down: Any, renormalize: bool, kind: Activation, between: Tensor,
-        around: Around, later: Any = None,
+        epilogue: Epilogue, later: Any = None,
     ) -> Fused | None:  # fmt: skip
         """The same behind attention: ``attended`` [T, A] times ``output`` [hidden, A], the sum with the residual, the norm
         whose weight is ``between``, and what ``router`` [experts, hidden] says. With ``later`` [out, hidden] the second
         result is its product with the next norm, [T, out], and there is no third. None: nothing was done. ``output`` and
         ``later`` are what ``takes`` says."""
-        assert around.residual is not None
+        assert epilogue.residual is not None
         up, low = (gate_up, down) if self.coded is None else self.coded.laid(gate_up, down)
-        (tokens, width), hidden, inner = attended.shape, around.residual.shape[1], _ins(low)
+        (tokens, width), hidden, inner = attended.shape, epilogue.residual.shape[1], _ins(low)
         function = self.function(tokens, hidden, inner, renormalize, kind, width)
         if function is None:
             return None
@@ -201,27 +203,27 @@ class FewExperts:
         if rows:
             given |= {"handed": self.heard[1], "projected": projected}
             given["later"], given["later_unit"], _ = _laid(later)
-        y, scaled, sums = self._compute(function, given, (0, 0, between.element_size(), rows), up, low, inner, around)
+        y, scaled, sums = self._compute(function, given, (0, 0, between.element_size(), rows), up, low, inner, epilogue)
         return (y, projected, None) if rows else (y, scaled, sums)
 
     def _compute(
-        self, function: Function, given: dict[str, Tensor], rows: tuple[int, int, int, int], up: Any, down: Any, inner: int, around: Around,
+        self, function: Function, given: dict[str, Tensor], rows: tuple[int, int, int, int], up: Any, down: Any, inner: int, epilogue: Epilogue,
     ) -> Fused:  # fmt: skip
         """``given``: what one of the two has, by its name in the source. ``rows``: pieces of squares, a row of logits; bytes
         of the norm's weight before, rows of the product behind."""
-        assert around.residual is not None and around.scale is not None
-        (tokens, hidden), dtype, device = around.residual.shape, around.residual.dtype, around.residual.device
+        assert epilogue.residual is not None and epilogue.scale is not None
+        (tokens, hidden), dtype, device = epilogue.residual.shape, epilogue.residual.dtype, epilogue.residual.device
         y, scaled = (self.empty((tokens, hidden), dtype, device) for _ in range(2))
         sums = torch.empty((hidden // _COLUMNS, tokens), dtype=torch.float32, device=device)
         weights, units, heights = zip(*(_laid(each) for each in (up, down)), strict=True)
         given |= {
-            "up": weights[0], "down": weights[1], "up_unit": units[0], "down_unit": units[1], "residual": around.residual, "scale": around.scale,
+            "up": weights[0], "down": weights[1], "up_unit": units[0], "down_unit": units[1], "residual": epilogue.residual, "scale": epilogue.scale,
             "y": y, "scaled": scaled, "sums": sums, "inner": self.empty((tokens, self.facts.top_k, inner), dtype, device), "met": self.met,
             "done": self.done,
         }  # fmt: skip
         pointers = (None if (each := given.get(name)) is None else each.data_ptr() for name in _POINTERS)
-        numbers = tokens, *rows[:2], *heights, around.scale.element_size(), *rows[2:]
-        parameters = _Parameters(*pointers, *numbers, around.eps)
+        numbers = tokens, *rows[:2], *heights, epilogue.scale.element_size(), *rows[2:]
+        parameters = _Parameters(*pointers, *numbers, epilogue.eps)
         self._launch(function, torch.cuda.current_stream(device).cuda_stream, parameters)
         return y, scaled, sums
 

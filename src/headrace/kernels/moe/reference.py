@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.linear.around import Around, Fused
+from headrace.kernels.linear.epilogue import Epilogue, Fused
 from headrace.kernels.norm.reference import gated_activation
 from headrace.spec import Activation
 
@@ -74,14 +74,14 @@ def fused_moe(
     top_k: int,
     renormalize: bool,
     kind: Activation,
-    around: Around,
+    epilogue: Epilogue,
     *,
     apply: Callable[..., Tensor] = moe,
 ) -> Fused:
     """``apply`` (``moe``, or ``packed_moe``) behind a norm that is half done, onto the stream, for few tokens:
-    ``x`` [T, H] is divided by the root of the mean of ``around.squares``, and what follows is as of ``fused_linear``."""
-    assert around.squares is not None and around.residual is not None and around.scale is not None
-    rstd = torch.rsqrt(around.squares.sum(0) / x.shape[1] + around.eps).unsqueeze(1)
+    ``x`` [T, H] is divided by the root of the mean of ``epilogue.squares``, and what follows is as of ``fused_linear``."""
+    assert epilogue.squares is not None and epilogue.residual is not None and epilogue.scale is not None
+    rstd = torch.rsqrt(epilogue.squares.sum(0) / x.shape[1] + epilogue.eps).unsqueeze(1)
     y = apply((x.float() * rstd).to(x.dtype), router_logits, gate_up, down, top_k, renormalize, kind)
-    y = (y.float() + around.residual.float()).to(x.dtype)
-    return y, (y.float() * around.scale.float()).to(x.dtype), y.float().square().sum(1).unsqueeze(0)
+    y = (y.float() + epilogue.residual.float()).to(x.dtype)
+    return y, (y.float() * epilogue.scale.float()).to(x.dtype), y.float().square().sum(1).unsqueeze(0)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headrace.kernels.build.launch import launchable
 from headrace.kernels.candidate import CallSite, EightBits, Empty, ExpertFacts, plainly_empty
-from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.coded import constants, reader, views
+from headrace.kernels.linear.epilogue import PLAIN, Epilogue, Fused
 from headrace.kernels.linear.packed import PackedMatrix
 from headrace.kernels.linear.packing import ROWS, Codes, Coding, Packed, joined, pack
 from headrace.kernels.linear.triton_codes import BLOCK_BYTES, Blocks, _product, _split
@@ -137,11 +137,11 @@ def _packed_singly(pieces: Sequence[PackedMatrix], coding: Coding, *, gated: boo
     )
 
 
-def rounded_again(x: Tensor, eight: EightBits | None, around: Around = ALONE) -> Tensor:
-    """Rows as the format computes with them: in 8 bits, and back. Of a norm half done (``around``): behind it."""
+def rounded_again(x: Tensor, eight: EightBits | None, epilogue: Epilogue = PLAIN) -> Tensor:
+    """Rows as the format computes with them: in 8 bits, and back. Of a norm half done (``epilogue``): behind it."""
     if eight is None:
         return x
-    codes, scale = Rounding(eight).rows(x, around.squares, around.eps)
+    codes, scale = Rounding(eight).rows(x, epilogue.squares, epilogue.eps)
     return (codes.to(torch.float32).view(*scale.shape, -1) * scale.unsqueeze(-1)).view(x.shape).to(x.dtype)
 
 
@@ -167,10 +167,12 @@ class CodedMoe:
 
     def fused(
         self, x: Tensor, router_logits: Tensor, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix], top_k: int, renormalize: bool,
-        kind: Activation, around: Around,
+        kind: Activation, epilogue: Epilogue,
     ) -> Fused:  # fmt: skip
         """As its twin; rows one behind the other."""
-        return self.computed_around(x, router_logits, *self.laid(gate_up, down), top_k, renormalize, kind, None, around)
+        return self.computed_around(
+            x, router_logits, *self.laid(gate_up, down), top_k, renormalize, kind, None, epilogue
+        )
 
     def laid(self, gate_up: Iterable[PackedMatrix], down: Iterable[PackedMatrix]) -> tuple[Packed, Packed]:
         first, last = self.facts.rounded[0], self.facts.rounded[-1]
@@ -189,7 +191,7 @@ class CodedMoe:
 
     def computed_around(
         self, x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation,
-        places: Tensor | None = None, around: Around = ALONE,
+        places: Tensor | None = None, epilogue: Epilogue = PLAIN,
     ) -> Fused:  # fmt: skip
         (tokens, hidden), inner, device = x.shape, down.ins, x.device
         experts = self.facts.num_experts if self.facts.held is None else self.facts.held
@@ -197,12 +199,12 @@ class CodedMoe:
         first, second = eights = self.facts.eights[0], self.facts.eights[-1]
         if tokens <= FEW:
             return coded_few(
-                x, logits, up, down, top_k, renormalize, kind, places, eights, experts, self.empty, around, pdl=self.pdl
+                x, logits, up, down, top_k, renormalize, kind, places, eights, experts, self.empty, epilogue, pdl=self.pdl
             )  # fmt: skip
-        pdl = self.pdl and around.squares is not None  # of few rows
+        pdl = self.pdl and epilogue.squares is not None  # of few rows
         expanded = self.empty((tokens, top_k, inner), x.dtype, device)
         contracted = self.empty((tokens, top_k, hidden), x.dtype, device)
-        weights, counts, listed, rstd = _routed(logits, top_k, renormalize, places, experts, around, hidden, pdl=pdl)
+        weights, counts, listed, rstd = _routed(logits, top_k, renormalize, places, experts, epilogue, hidden, pdl=pdl)
         pairs = tokens * top_k
         rows = next(rows for mean, rows in _TILES if pairs <= mean * self.facts.num_experts)
         named: dict[str, Any] = {
@@ -212,8 +214,8 @@ class CodedMoe:
             "INNER": inner,
         }
         named |= {"BLOCK_M": rows, "BLOCKS": _BLOCKS, "num_warps": 4, "num_stages": 3}
-        normed = around.squares is not None and first is None  # else by who rounds
-        x = rounded_again(x.contiguous(), first, around)
+        normed = epilogue.squares is not None and first is None  # else by who rounds
+        x = rounded_again(x.contiguous(), first, epilogue)
         _expand_coded_kernel[_grid(pairs, experts, rows, triton.cdiv(inner, _BLOCKS * ROWS // 2))](
             x, *views(up), table_of(up), expanded, counts, listed, rstd, x.stride(0), tokens, up.blocks.shape[1], len(up.blocks) // experts,
             NORMED=normed, **constants(up.coding), TOP_K=top_k, KIND=KINDS[kind], **named,
@@ -223,7 +225,7 @@ class CodedMoe:
             expanded, *views(down), table_of(down), contracted, counts, listed, tokens, down.blocks.shape[1], len(down.blocks) // experts,
             **constants(down.coding), **named,
         )  # fmt: skip
-        return _combined(contracted, weights, self.empty, around, pdl=pdl)
+        return _combined(contracted, weights, self.empty, epilogue, pdl=pdl)
 
 
 def _all(packed: Packed, experts: int) -> Packed:

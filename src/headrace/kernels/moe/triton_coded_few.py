@@ -24,9 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import EightBits, Empty
-from headrace.kernels.linear.around import ALONE, Around, Fused
 from headrace.kernels.linear.coded import constants, views
 from headrace.kernels.linear.coded_forms import stages_for
+from headrace.kernels.linear.epilogue import PLAIN, Epilogue, Fused
 from headrace.kernels.linear.packing import DEPTH, ROWS, Packed
 from headrace.kernels.linear.triton_codes import BLOCK_BYTES, Blocks, _product, _split
 from headrace.kernels.linear.triton_ends import Ends, _finish, _summed, ends_of
@@ -145,15 +145,15 @@ def _contract_coded_few_kernel(
 
 def coded_few(
     x: Tensor, logits: Tensor, up: Packed, down: Packed, top_k: int, renormalize: bool, kind: Activation, places: Tensor | None,
-    eights: tuple[EightBits | None, EightBits | None], held: int, empty: Empty, around: Around = ALONE, *, pdl: bool,
+    eights: tuple[EightBits | None, EightBits | None], held: int, empty: Empty, epilogue: Epilogue = PLAIN, *, pdl: bool,
 ) -> Fused:  # fmt: skip
-    """As ``CodedMoe.computed``, with what stands ``around`` it (reference.py). ``up``, ``down``: views of all ``held``
+    """As ``CodedMoe.computed``, with what stands ``epilogue`` it (reference.py). ``up``, ``down``: views of all ``held``
     experts. An expert's weights are read once for each token that takes it."""
     (tokens, hidden), num_experts, inner, x = x.shape, logits.shape[1], down.ins, x.contiguous()
     pairs, strips, first, second = tokens * top_k, triton.cdiv(hidden, ROWS), *eights
     y = empty((tokens, hidden), x.dtype, x.device)
-    found, ends, _, made = ends_of(around, None, y, strips, empty, 0)
-    squares = ends[0] if around.squares is None else around.squares
+    found, ends, _, made = ends_of(epilogue, None, y, strips, empty, 0)
+    squares = ends[0] if epilogue.squares is None else epilogue.squares
     expanded = empty((tokens, top_k, inner), x.dtype, x.device)
     rounded, narrow = (
         behind if eight is None else empty(tuple(behind.shape), x.dtype, x.device)
@@ -168,7 +168,7 @@ def coded_few(
     named |= {"num_warps": 4, **dependent(pdl)}
     _expand_coded_few_kernel[(triton.cdiv(inner, ROWS // 2), pairs)](
         x, logits, squares, table, *views(up), table_of(up), rounded, expanded, weights, experts, tickets, logits.stride(0), turns,
-        len(up.blocks) // held, tokens, len(squares), around.eps, NORMED=around.squares is not None, **_coding(up, first), EXPERTS=num_experts,
+        len(up.blocks) // held, tokens, len(squares), epilogue.eps, NORMED=epilogue.squares is not None, **_coding(up, first), EXPERTS=num_experts,
         BLOCK_E=triton.next_power_of_2(num_experts), RENORMALIZE=renormalize, KIND=KINDS[kind], **named,
     )  # fmt: skip
     _contract_coded_few_kernel[(strips, pairs)](

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import Empty, plainly_empty
-from headrace.kernels.linear.around import ALONE, Around, Fused
+from headrace.kernels.linear.epilogue import PLAIN, Epilogue, Fused
 from headrace.kernels.linear.triton_ends import Ends, _finish, ends_of
 from headrace.kernels.moe.triton_routing import choice_of, place_of, rstd_of
 from headrace.kernels.norm.triton_activation import KINDS, act
@@ -100,24 +100,24 @@ def moe_few(
     kind: Activation,
     places: Tensor | None = None,
     empty: Empty = plainly_empty,
-    around: Around = ALONE,
+    epilogue: Epilogue = PLAIN,
     *,
     pdl: bool = False,
 ) -> Fused:
-    """The sparse feed-forward as triton_moe.py defines it; with ``around``, as reference.py does. An expert's weights are
+    """The sparse feed-forward as triton_moe.py defines it; with ``epilogue``, as reference.py does. An expert's weights are
     read once for each token that takes it."""
     (tokens, hidden), num_experts, inner, device = x.shape, router_logits.shape[1], down.shape[2], x.device
     pairs = tokens * top_k
     y, tiles = empty((tokens, hidden), x.dtype, device), triton.cdiv(hidden, 2)
-    found, ends, _, made = ends_of(around, None, y, tiles, empty, 0)
-    squares = ends[0] if around.squares is None else around.squares
+    found, ends, _, made = ends_of(epilogue, None, y, tiles, empty, 0)
+    squares = ends[0] if epilogue.squares is None else epilogue.squares
     expanded = empty((tokens, top_k, inner), x.dtype, device)
     weights = torch.empty(pairs, dtype=torch.float32, device=device)
     experts = torch.empty(pairs, dtype=torch.int32, device=device)
     table, turns = (experts, 1) if places is None else (places, len(places))
     _expand_few_kernel[(triton.cdiv(inner, 8), pairs)](
         x, router_logits, squares, gate_up, expanded, weights, experts, table, x.stride(0), router_logits.stride(0), turns, tokens, len(squares),
-        around.eps, NORMED=around.squares is not None, EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k,
+        epilogue.eps, NORMED=epilogue.squares is not None, EXPERTS=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k,
         RENORMALIZE=renormalize, HIDDEN=hidden, INNER=inner, KIND=KINDS[kind], BLOCK_N=8, BLOCK_K=min(128, triton.next_power_of_2(hidden)),
         PLACED=places is not None, PDL=pdl, num_warps=1, **dependent(pdl),
     )  # fmt: skip

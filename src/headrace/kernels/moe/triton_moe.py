@@ -34,7 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.build.launch import dependent, launchable
 from headrace.kernels.candidate import CallSite, Empty, ExpertFacts, plainly_empty
-from headrace.kernels.linear.around import ALONE, Around, Fused
+from headrace.kernels.linear.epilogue import PLAIN, Epilogue, Fused
 from headrace.kernels.linear.triton_ends import Ends, _finish, ends_of
 from headrace.kernels.moe.reference import FEW
 from headrace.kernels.moe.triton_few import moe_few
@@ -233,14 +233,14 @@ class Moe:
         return cls(site.invariant, site.card.capability[0] == 9, site.empty, site.pdl)
 
     def fused(
-        self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation, around: Around,
+        self, x: Tensor, router_logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool, kind: Activation, epilogue: Epilogue,
     ) -> Fused:  # fmt: skip
         """As its twin; rows one behind the other."""
         given = x, router_logits, gate_up, down, top_k, renormalize, kind
         if len(x) <= FEW:
-            return moe_few(*given, None, self.empty, around, pdl=self.pdl)
+            return moe_few(*given, None, self.empty, epilogue, pdl=self.pdl)
         tiles = tiles_for(x.dtype, len(x) * top_k, router_logits.shape[1], invariant=False)
-        return moe_grouped(*given, tiles, self.bulk, None, self.empty, around, pdl=self.pdl)
+        return moe_grouped(*given, tiles, self.bulk, None, self.empty, epilogue, pdl=self.pdl)
 
     def __call__(
         self,
@@ -277,20 +277,20 @@ def moe_grouped(
     bulk: bool,
     places: Tensor | None = None,
     empty: Empty = plainly_empty,
-    around: Around = ALONE,
+    epilogue: Epilogue = PLAIN,
     *,
     pdl: bool = False,
 ) -> Fused:
-    """As ``Moe``, with these tiles; with ``around``, as reference.py has it."""
+    """As ``Moe``, with these tiles; with ``epilogue``, as reference.py has it."""
     (tokens, hidden), (num_experts, _, inner), device = x.shape, down.shape, x.device
     expanded = empty((tokens, top_k, inner), x.dtype, device)
     contracted = empty((tokens, top_k, hidden), x.dtype, device)
     weights, counts, listed, rstd = _routed(
-        router_logits, top_k, renormalize, places, num_experts, around, hidden, pdl=pdl
+        router_logits, top_k, renormalize, places, num_experts, epilogue, hidden, pdl=pdl
     )
     map_, product = _product(gate_up, tiles.expand, bulk)
     _expand_kernel[_grid(tokens * top_k, num_experts, tiles.expand.rows, triton.cdiv(inner, tiles.expand.columns))](
-        x, gate_up, map_, expanded, counts, listed, rstd, x.stride(0), tokens, NORMED=around.squares is not None, TOP_K=top_k, HIDDEN=hidden,
+        x, gate_up, map_, expanded, counts, listed, rstd, x.stride(0), tokens, NORMED=epilogue.squares is not None, TOP_K=top_k, HIDDEN=hidden,
         INNER=inner, KIND=KINDS[kind], PDL=pdl, **product, **dependent(pdl),
     )  # fmt: skip
     map_, product = _product(down, tiles.contract, bulk)
@@ -299,15 +299,17 @@ def moe_grouped(
     ](
         expanded, down, map_, contracted, counts, listed, tokens, HIDDEN=hidden, INNER=inner, PDL=pdl, **product, **dependent(pdl)
     )  # fmt: skip
-    return _combined(contracted, weights, empty, around, pdl=pdl)
+    return _combined(contracted, weights, empty, epilogue, pdl=pdl)
 
 
-def _combined(contracted: Tensor, weights: Tensor, empty: Empty, around: Around = ALONE, *, pdl: bool = False) -> Fused:
+def _combined(
+    contracted: Tensor, weights: Tensor, empty: Empty, epilogue: Epilogue = PLAIN, *, pdl: bool = False
+) -> Fused:
     """The weighted sum of each token's experts, ``contracted`` [T, top_k, H], and what follows it."""
     tokens, top_k, hidden = contracted.shape
     block = min(1024, triton.next_power_of_2(hidden))
     y, tiles = empty((tokens, hidden), contracted.dtype, contracted.device), triton.cdiv(hidden, block)
-    found, ends, _, made = ends_of(around, None, y, tiles, empty, 0)
+    found, ends, _, made = ends_of(epilogue, None, y, tiles, empty, 0)
     _combine_kernel[(tokens, tiles)](
         contracted, weights, *ends, tokens, AROUND=made, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, PDL=pdl, num_warps=4, **dependent(pdl)
     )  # fmt: skip
@@ -341,7 +343,7 @@ def _product(weight: Tensor, tile: Tile, bulk: bool) -> tuple[Any, dict[str, Any
 
 def _routed(
     router_logits: Tensor, top_k: int, renormalize: bool, places: Tensor | None = None, held: int | None = None,
-    around: Around = ALONE, hidden: int = 1, *, pdl: bool = False,
+    epilogue: Epilogue = PLAIN, hidden: int = 1, *, pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Weights [T, top_k]; how many pairs each of the ``held`` experts has (None: of all); which ones [held, T], in any
     order; of a norm half done, what rows of ``hidden`` values are multiplied by, [T]."""
@@ -351,11 +353,11 @@ def _routed(
     counts = torch.zeros(held, dtype=torch.int32, device=device)
     listed = torch.empty((held, tokens), dtype=torch.int32, device=device)
     table, turns = (counts, 1) if places is None else (places, len(places))
-    normed = around.squares is not None
-    squares = weights if around.squares is None else around.squares
+    normed = epilogue.squares is not None
+    squares = weights if epilogue.squares is None else epilogue.squares
     rstd = torch.empty(tokens, dtype=torch.float32, device=device) if normed else weights
     _route_kernel[(tokens,)](
-        router_logits, weights, counts, listed, table, squares, rstd, router_logits.stride(0), tokens, turns, tokens, len(squares), around.eps,
+        router_logits, weights, counts, listed, table, squares, rstd, router_logits.stride(0), tokens, turns, tokens, len(squares), epilogue.eps,
         NORMED=normed, HIDDEN=hidden, EXPERTS=num_experts,
         BLOCK_E=triton.next_power_of_2(num_experts), TOP_K=top_k, BLOCK_K=triton.next_power_of_2(top_k), RENORMALIZE=renormalize,
         PLACED=places is not None, PDL=pdl, num_warps=1 if num_experts <= 256 else 4, **dependent(pdl),

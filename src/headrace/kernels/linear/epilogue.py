@@ -14,7 +14,7 @@ from headrace.spec import Activation
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class Epilogue:
     """The product of ``fused_linear`` is made of a norm before it and of what follows it; every part may be missing.
 
     ``squares``: partial sums of the squares of what x was before it was multiplied by the norm's weight; with them the
@@ -30,9 +30,9 @@ class Around:
     scale: Tensor | None = None  # [out]
 
 
-ALONE = Around()
+PLAIN = Epilogue()
 MOST_ROWS = 64  # of a product that is fused; more are a prompt, or a batch whose products are bound by arithmetic
 LEAST_ADDED = 4096  # rows of a product that takes the residual in: of fewer, the norm that follows adds it as quickly
 # y [T, out]; y · scale [T, out] and squares [pieces, T], where a scale was given
 Fused = tuple[Tensor, Tensor | None, Tensor | None]
-Fuse = Callable[[Tensor, Around], Fused]
+Fuse = Callable[[Tensor, Epilogue], Fused]
