@@ -48,7 +48,7 @@ class Layer:
         return self.name
 
 
-def rehearse(site: CallSite[Any], run: Callable[..., Any], sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
+def warm_up(site: CallSite[Any], run: Callable[..., Any], sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
     return [(run(WEIGHT, None).name, lambda: run(WEIGHT, None)(FEW))]
 
 
@@ -59,7 +59,7 @@ def few(broken: Exception | None = None, *, invariant: bool = True) -> Candidate
         behind = site.behind()
         return lambda weight, bias: Layer("few", broken, behind(weight, bias))
 
-    return Candidate("few", create, varies=not invariant, failure=judge, rehearse=rehearse)
+    return Candidate("few", create, varies=not invariant, failure=judge, warm_up=warm_up)
 
 
 def whole(
@@ -70,7 +70,7 @@ def whole(
         lambda site: declines or (lambda weight, bias: Layer(name, broken)),
         varies=not invariant,
         failure=judge,
-        rehearse=rehearse,
+        warm_up=warm_up,
     )
 
 
@@ -181,14 +181,14 @@ def test_other_errors_behind_pass_through(monkeypatch: pytest.MonkeyPatch) -> No
     assert [choice.chosen for choice in kernels.choices] == ["second", "few"]
 
 
-def test_what_stands_behind_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_behind_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, _ = chosen(monkeypatch, few(), whole("second", broken=DoesNotBuild("no")), whole("third"))
-    rehearsals = list(kernels.rehearsals(SIZES))
-    assert [each.name for each in rehearsals] == ["linear torch.float32: second", "linear torch.float32: few"]
-    for each in rehearsals:
+    warm_ups = list(kernels.warm_ups(SIZES))
+    assert [each.name for each in warm_ups] == ["linear torch.float32: second", "linear torch.float32: few"]
+    for each in warm_ups:
         each.run()
     assert [choice.chosen for choice in kernels.choices] == ["third", "few"]
-    assert list(kernels.rehearsals(SIZES, since=2)) == []
+    assert list(kernels.warm_ups(SIZES, since=2)) == []
 
 
 def test_it_is_asked_for_from_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,12 +54,12 @@ class Planted:
         return self.name
 
     def candidate(self, created: Callable[..., Any] | None = None) -> Candidate:
-        def rehearse(
+        def warm_up(
             site: CallSite[Any], run: Callable[..., Any], sizes: Sizes
         ) -> list[tuple[str, Callable[[], object]]]:
             return [(self.name, lambda: run(X, WEIGHT, 1e-5, None))]
 
-        return Candidate(self.name, lambda site: created or self, failure=judge, rehearse=rehearse)
+        return Candidate(self.name, lambda site: created or self, failure=judge, warm_up=warm_up)
 
 
 def judge(error: Exception) -> str | None:
@@ -190,7 +190,7 @@ def test_graphs_are_given_up_where_a_twin_looks_at_the_device(monkeypatch: pytes
 # --- ahead of their first use
 
 
-def rehearsed(
+def warmed_up(
     kernels: Kernels, *, strict: bool = False, prepared: Callable[[], object] = lambda: None
 ) -> dict[str, float]:
     ahead = CompileAhead(prepared, strict=strict, threads=2)
@@ -201,30 +201,30 @@ def rehearsed(
         ahead.close()
 
 
-def test_a_rehearsal_finds_out_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_finds_out_before_anybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Planted("broken", DoesNotBuild("no"))
     plant(monkeypatch, "rms_norm", broken.candidate())
     kernels = Kernels(CPU)
     norm = kernels.choose(*called("rms_norm", dtype=torch.float32))
-    assert list(rehearsed(kernels)) == ["rms_norm torch.float32: broken"]
+    assert list(warmed_up(kernels)) == ["rms_norm torch.float32: broken"]
     assert kernels.choices[0].chosen == "torch"
     assert torch.equal(norm(X, WEIGHT, 1e-5, None)[1], X)
     strict = Kernels(CPU, strict=True)
     strict.choose(*called("rms_norm", dtype=torch.float32))
     with pytest.raises(StrictKernelError, match="did not compile: no"):
-        rehearsed(strict, strict=True)
+        warmed_up(strict, strict=True)
 
 
-def test_a_rehearsal_that_fails_otherwise_is_logged_or_ends_a_strict_start(
+def test_a_warm_up_that_fails_otherwise_is_logged_or_ends_a_strict_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plant(monkeypatch, "rms_norm", Planted("kernel", KeyError("shape")).candidate())
     kernels = Kernels(CPU)
     kernels.choose(*called("rms_norm", dtype=torch.float32))
-    rehearsed(kernels)
-    assert "the rehearsal of rms_norm torch.float32: kernel failed" in caplog.text
+    warmed_up(kernels)
+    assert "the warm-up of rms_norm torch.float32: kernel failed" in caplog.text
     with pytest.raises(KeyError):
-        rehearsed(kernels, strict=True)
+        warmed_up(kernels, strict=True)
 
 
 def test_kernels_are_tried_where_they_cannot_be_made_ready(
@@ -247,7 +247,7 @@ def test_kernels_are_tried_where_they_cannot_be_made_ready(
     assert "could not be made ready" in caplog.text and "broken of rms_norm does not compile here" in caplog.text
 
 
-def test_equal_rehearsals_are_held_once_and_only_new_sites_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_warm_ups_are_held_once_and_only_new_sites_later(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Planted("kernel", None)
     plant(monkeypatch, "rms_norm", kernel.candidate())
     kernels, order = Kernels(CPU), []
@@ -268,14 +268,14 @@ def test_the_device_is_looked_at_once_when_no_more_than_one_kernel_is_under_way(
 ) -> None:
     order, last = list[str](), threading.Event()
 
-    def rehearse(site: CallSite[Any], run: Any, sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
+    def warm_up(site: CallSite[Any], run: Any, sizes: Sizes) -> list[tuple[str, Callable[[], object]]]:
         return [
             ("one", lambda: order.append("one")),
             ("last", lambda: last.wait(5)),
             ("two", lambda: order.append("two")),
         ]
 
-    plant(monkeypatch, "rms_norm", replace(Planted("kernel", None).candidate(), rehearse=rehearse))
+    plant(monkeypatch, "rms_norm", replace(Planted("kernel", None).candidate(), warm_up=warm_up))
     kernels = Kernels(CPU)
     kernels.choose(*called("rms_norm", dtype=torch.float32))
     ahead = CompileAhead(lambda: None, strict=True, threads=3)

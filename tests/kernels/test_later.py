@@ -31,7 +31,7 @@ SIZES = Sizes(None, torch.float32, 16, 64, 4, 64)  # type: ignore[arg-type]
 
 
 class Workshop:
-    """Rehearsals that say when they run. A kernel is built when ``door`` is open."""
+    """Warm-ups that say when they run. A kernel is built when ``door`` is open."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -63,9 +63,9 @@ class Workshop:
         return name, Later(lambda: self.said.append(f"called {name}"), find, build)
 
     def start(
-        self, *rehearsals: tuple[str, Any], threads: int = 2, strict: bool = False, **more: Any
+        self, *warm_ups: tuple[str, Any], threads: int = 2, strict: bool = False, **more: Any
     ) -> CompileAhead[None]:
-        candidate = Candidate("kernel", lambda site: lambda *_: None, rehearse=lambda *_: rehearsals)
+        candidate = Candidate("kernel", lambda site: lambda *_: None, warm_up=lambda *_: warm_ups)
         self.ahead = CompileAhead(lambda: None, strict=strict, threads=threads, **{"later": True, **more})
         registry.OPERATIONS = carried_out("rms_norm", candidate)  # type: ignore[misc]
         kernels = Kernels(CPU)
@@ -114,7 +114,7 @@ def test_what_a_cache_holds_is_there_when_the_start_is_over(shop: Workshop) -> N
     ahead.close()
 
 
-def test_without_processes_that_compile_they_are_rehearsals_as_any(shop: Workshop) -> None:
+def test_without_processes_that_compile_they_are_warm_ups_as_any(shop: Workshop) -> None:
     ahead = shop.start(shop.later("shared"), later=False)
     ahead.finish()
     assert shop.said == ["called shared"] and ahead.coming == ()
@@ -127,8 +127,8 @@ def test_what_another_process_is_long_at_is_waited_for(
 ) -> None:
     """Of four the second and the last are this one's; what the other has is looked for behind them."""
     monkeypatch.setattr(ahead_module, "_EXPECTED", 5.0 if comes else 0.1)
-    rehearsals = shop.later("shared"), shop.plain("one"), shop.plain("two"), shop.later("plan")
-    ahead = shop.start(*rehearsals, threads=1, later=False, share=(1, 2))
+    warm_ups = shop.later("shared"), shop.plain("one"), shop.plain("two"), shop.later("plan")
+    ahead = shop.start(*warm_ups, threads=1, later=False, share=(1, 2))
     while len(shop.said) < 3:
         time.sleep(0.001)
     shop.kept = {"shared"} if comes else set()

@@ -53,7 +53,7 @@ def variants() -> list[dict[str, dict[str, int]]]:
 
 @pytest.mark.timeout(300)
 def test_attention_is_compiled_for_the_model_and_never_for_a_batch() -> None:
-    """Red: a constant, or an argument that is specialised on, follows the batch, or a rehearsal leaves a variant
+    """Red: a constant, or an argument that is specialised on, follows the batch, or a warm-up leaves a variant
     out."""
     found, _ = variants()
     for case, counts in VARIANTS.items():

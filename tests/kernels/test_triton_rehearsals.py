@@ -1,4 +1,4 @@
-"""After a start no step asks the compiler for anything: what the rehearsals build is all that prompts, batches and
+"""After a start no step asks the compiler for anything: what the warm-ups build is all that prompts, batches and
 samplers use."""
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ COMPILED = tuple(
 
 @cache
 def steps() -> dict[tuple[str, tuple[str, ...]], dict[str, Any]]:
-    """What each case rehearsed, and what its steps then used."""
+    """What each case warmed up, and what its steps then used."""
     return dict(zip(CASES, offline.found(*COMPILED), strict=True))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_a_step_needs_nothing_that_was_not_rehearsed(name: str, mode: tuple[str, ...]) -> None:
+def test_a_step_needs_nothing_that_was_not_warmed_up(name: str, mode: tuple[str, ...]) -> None:
     found = steps()[name, mode]
     assert len(found["used"]) >= 12
     assert not found["chosen later"]
-    assert not set(found["used"]) - set(found["rehearsed"])
+    assert not set(found["used"]) - set(found["warmed up"])
     # Quantised products have forms of their own, and a kernel that widens, rounds or rotates; codes in activation order
     # are gathered in each form. Experts of few rows take in what stands around them.
     coded, sparse = "quantization_config" in MODELS[name], "num_experts" in MODELS[name]
     most = 60 if name == "gptq" or (coded and sparse) else 48 if coded or sparse else 33
-    assert len(found["rehearsed"]) <= most, "few specialisations: each costs every cold start"
+    assert len(found["warmed up"]) <= most, "few specialisations: each costs every cold start"

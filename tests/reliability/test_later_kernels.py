@@ -52,7 +52,7 @@ def started(made: Builders, order: str) -> tuple[CompileAhead[None], list[str]]:
         said.append("built")
 
     candidate = Candidate(
-        "kernel", lambda site: lambda *_: None, rehearse=lambda *_: [("shared", Later(find, find, build))]
+        "kernel", lambda site: lambda *_: None, warm_up=lambda *_: [("shared", Later(find, find, build))]
     )
     registry.OPERATIONS = carried_out("rms_norm", candidate)  # type: ignore[misc]
     kernels = Kernels(torch.device("cpu"))

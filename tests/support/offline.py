@@ -1,4 +1,4 @@
-"""Programs beside this file that compile or rehearse kernels on a machine without a GPU, and what they print.
+"""Programs beside this file that compile or warm up kernels on a machine without a GPU, and what they print.
 
 What lives here: running them, each in a process of its own (here, kernels may already be interpreted), two at a time.
 What may not: judgement.

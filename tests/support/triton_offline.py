@@ -194,7 +194,7 @@ def attention(
 def attention_variants(
     soft_cap: float | None, windows: tuple[int | None, ...], *, batch_invariant: bool, cascade: bool = True
 ) -> dict[str, dict[str, int]]:
-    """How many variants of each kernel random steps of a model need, and how many of those a rehearsal has not made."""
+    """How many variants of each kernel random steps of a model need, and how many of those a warm-up has not made."""
     from headrace.kernels.attention import triton_decode as decode
     from headrace.kernels.attention import triton_plan as plan
     from headrace.kernels.attention import triton_prefill as prefill
@@ -206,15 +206,15 @@ def attention_variants(
     for module, name in kernels.items():
         setattr(module, name, keys[name])
     try:
-        for call in attend.rehearse(8, 128, windows, soft_cap):
+        for call in attend.warm_up(8, 128, windows, soft_cap):
             call()
-        rehearsed = {name: set(each.seen) for name, each in keys.items()}
+        warmed_up = {name: set(each.seen) for name, each in keys.items()}
         for seed in range(60):
             _random_step(attend, random.Random(seed), windows, soft_cap)
     finally:
         for module, name in kernels.items():
             setattr(module, name, keys[name].kernel)
-    return {name: {"variants": len(each.seen), "new": len(each.seen - rehearsed[name])} for name, each in keys.items()}
+    return {name: {"variants": len(each.seen), "new": len(each.seen - warmed_up[name])} for name, each in keys.items()}
 
 
 def _random_step(attend: Any, draw: random.Random, windows: tuple[int | None, ...], soft_cap: float | None) -> None:
@@ -240,7 +240,7 @@ def _random_step(attend: Any, draw: random.Random, windows: tuple[int | None, ..
 
 def attention_later() -> dict[str, dict[str, int]]:
     """Of the kernels that may come later: how many variants, how many others have the same, how many are built for
-    other arguments than a rehearsal launches them with; none of the device's memory is taken, which is ``meta``
+    other arguments than a warm-up launches them with; none of the device's memory is taken, which is ``meta``
     here."""
     from headrace.kernels.attention import triton_decode as decode
     from headrace.kernels.attention import triton_plan as plan
@@ -261,10 +261,10 @@ def attention_later() -> dict[str, dict[str, int]]:
         return [set(each.seen) for each in keys.values()]
 
     here, there = (PagedAttention(128, 4, 132, False, True, device=device, cascade=True) for device in ("cpu", "meta"))
-    calls = here.rehearse(8, 128, (None, 512), None)
+    calls = here.warm_up(8, 128, (None, 512), None)
     whole = asked([call for call in calls if isinstance(call, Later)])
     others = asked([call for call in calls if not isinstance(call, Later)])
-    built = asked([call.build for call in there.rehearse(8, 128, (None, 512), None) if isinstance(call, Later)])
+    built = asked([call.build for call in there.warm_up(8, 128, (None, 512), None) if isinstance(call, Later)])
     for module, name in kernels.items():
         setattr(module, name, keys[module].kernel)
     rows = zip(kernels.values(), whole, others, built, strict=True)

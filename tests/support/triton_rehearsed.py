@@ -1,11 +1,11 @@
-"""Which specialisations of the Triton kernels a start rehearses, and which the steps after it ask for. Run as a
+"""Which specialisations of the Triton kernels a start warms up, and which the steps after it ask for. Run as a
 program, in a process of its own.
 
 What lives here: a worker on a CPU whose kernels are never launched, only identified. What may not: judgement (the
 test).
 
 ``python triton_rehearsed.py CONFIG [invariant]`` (the JSON of a model's config; with --batch-invariant) prints
-{"rehearsed": [...], "used": [...], "chosen later": [...]}: kernel, constants, types and divisibility of each, and
+{"warmed up": [...], "used": [...], "chosen later": [...]}: kernel, constants, types and divisibility of each, and
 operations that no call site was known of when kernels were built.
 """
 
@@ -114,13 +114,13 @@ def main(config: dict[str, Any], *, invariant: bool) -> None:
             kernels.choose(op, Facts(dtype))
         fill_dummy(decoder, 0)
         decoder.finish_loading()
-        for each in kernels.rehearsals(sizes):
+        for each in kernels.warm_ups(sizes):
             each.call()
-        rehearsed, sites = set(seen), len(kernels.choices)
+        warmed_up, sites = set(seen), len(kernels.choices)
         seen.clear()
         take_steps(*create_runner(kernels, spec, decoder))
     later = [choice.op for choice in kernels.choices[sites:]]
-    json.dump({"rehearsed": sorted(rehearsed), "used": sorted(seen), "chosen later": later}, sys.stdout)
+    json.dump({"warmed up": sorted(warmed_up), "used": sorted(seen), "chosen later": later}, sys.stdout)
 
 
 if __name__ == "__main__":

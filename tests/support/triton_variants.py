@@ -5,7 +5,7 @@ What lives here: batches, and the launches they make, told apart as the compiler
 (triton_offline.py), judgement.
 
 ``python triton_variants.py`` prints a JSON object: for each kernel how many variants, and how many of those no
-rehearsal has made.
+warm-up has made.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from triton.runtime import driver
 from headrace.kernels.candidate import CallSite, Sizes
 from headrace.kernels.moe import triton_few as moe_few
 from headrace.kernels.moe import triton_moe as moe
-from headrace.kernels.moe.candidates import experts as rehearse_experts
+from headrace.kernels.moe.candidates import experts as warm_up_experts
 from headrace.kernels.sampling import triton_pick as sampling
 from headrace.kernels.sampling import triton_thresholds as thresholds
-from headrace.kernels.sampling.candidates import picks as rehearse_picks
+from headrace.kernels.sampling.candidates import picks as warm_up_picks
 from headrace.layers.moe import places_of
 from headrace.spec import Activation, DecoderSpec, Held, LayerSpec, MoESpec
 from tests.support.kernel_cases import called
@@ -54,17 +54,17 @@ def launches(kernels: dict[str, Any]) -> Iterator[dict[str, Keys]]:
 
 
 def count(
-    kernels: dict[str, Any], rehearse: Callable[[], None], batch: Callable[[random.Random], None]
+    kernels: dict[str, Any], warm_up: Callable[[], None], batch: Callable[[random.Random], None]
 ) -> dict[str, dict[str, int]]:
     with launches(kernels) as keys:
-        rehearse()
-        rehearsed = {name: set(each.seen) for name, each in keys.items()}
+        warm_up()
+        warmed_up = {name: set(each.seen) for name, each in keys.items()}
         for seed in range(BATCHES):
             batch(random.Random(seed))
-    return {name: {"variants": len(each.seen), "new": len(each.seen - rehearsed[name])} for name, each in keys.items()}
+    return {name: {"variants": len(each.seen), "new": len(each.seen - warmed_up[name])} for name, each in keys.items()}
 
 
-def rehearse(
+def warm_up(
     op: str, run: Callable[..., Any], calls: Callable[..., Any], dtype: torch.dtype, sizes: Sizes = SIZES, **facts: Any
 ) -> None:
     for _, call in calls(CallSite(op, torch.device("cpu"), called(op, dtype=dtype, **facts)[1]), run, sizes):
@@ -86,8 +86,8 @@ def experts(*, batch_invariant: bool, held: tuple[Held, ...] | None = None) -> d
 
     kernels = {name: moe for name in ("_route_kernel", "_expand_kernel", "_contract_kernel", "_combine_kernel")}
     few = {name: moe_few for name in ("_expand_few_kernel", "_contract_few_kernel")}
-    rehearsed = partial(rehearse, "moe", run, rehearse_experts, torch.bfloat16, sizes, **facts)
-    return count(kernels | few, rehearsed, batch)
+    warmed_up = partial(warm_up, "moe", run, warm_up_experts, torch.bfloat16, sizes, **facts)
+    return count(kernels | few, warmed_up, batch)
 
 
 def picks() -> dict[str, dict[str, int]]:
@@ -98,9 +98,9 @@ def picks() -> dict[str, dict[str, int]]:
         "score_tokens": sampling.score_tokens,
     }
 
-    def rehearse_all() -> None:
+    def warm_up_all() -> None:
         for op, run in ops.items():
-            rehearse(op, run, rehearse_picks, torch.float32)
+            warm_up(op, run, warm_up_picks, torch.float32)
 
     def batch(draw: random.Random) -> None:
         rows = draw.choice((1, 2, draw.randint(1, 16), draw.randint(1, 256)))
@@ -111,7 +111,7 @@ def picks() -> dict[str, dict[str, int]]:
 
     own = ("_largest_kernel", "_pick_kernel", "_best_kernel", "_score_kernel")
     kernels = {**dict.fromkeys(own, sampling), "_threshold_kernel": thresholds}
-    return count(kernels, rehearse_all, batch)
+    return count(kernels, warm_up_all, batch)
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ class _Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class WarmUp:
     """One small call of a chosen candidate. ``run`` may be called from any thread; it raises what is not about building
     the kernel."""
 
@@ -101,7 +101,7 @@ class Kernels:
 
     A candidate whose kernel turns out not to build on this device gives way to the next in the list, once, for all call
     sites with its facts; with ``strict`` the call that found out raises StrictKernelError. One that serves a part of
-    what comes from a call site is told who serves the rest (CallSite.behind), which is chosen, rehearsed and gives way
+    what comes from a call site is told who serves the rest (CallSite.behind), which is chosen, warmed up and gives way
     as any other.
     """
 
@@ -167,17 +167,17 @@ class Kernels:
                 self._chosen[key] = chosen
             return cast(S, self._chosen[key].call)
 
-    def rehearsals(self, sizes: Sizes, *, since: int = 0) -> Iterator[Rehearsal]:
+    def warm_ups(self, sizes: Sizes, *, since: int = 0) -> Iterator[WarmUp]:
         """Independent small calls that build every kernel of the call sites so far, without the first ``since`` of
         ``choices``."""
         for key, chosen in list(self._chosen.items())[since:]:
             candidate = chosen.candidate
-            if candidate is not None and candidate.rehearse is not None and chosen.site is not None:
+            if candidate is not None and candidate.warm_up is not None and chosen.site is not None:
                 give_way = partial(self._give_way, key, candidate)
                 site = f"{key[0]} {key[1].dtype}"
                 yield from (
-                    Rehearsal(f"{site}: {name}", call, give_way, OPERATIONS[key[0]].turn)
-                    for name, call in candidate.rehearse(chosen.site, chosen.made, sizes)
+                    WarmUp(f"{site}: {name}", call, give_way, OPERATIONS[key[0]].turn)
+                    for name, call in candidate.warm_up(chosen.site, chosen.made, sizes)
                 )
 
     def _call(self, key: Key) -> Any:

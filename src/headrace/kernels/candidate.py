@@ -256,7 +256,7 @@ class CallSite(Generic[F]):
         return technique in self.context.techniques
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An input for a rehearsal."""
+        """An input for a warm-up."""
         return torch.zeros(shape, dtype=dtype or self.facts.dtype, device=self.device)
 
 
@@ -285,7 +285,7 @@ class Candidate(Generic[F]):
     capture can hold. ``optional``: where it declines, what stands behind it is as good or the twin serves: that is no
     fallback, and ``--strict-kernels`` does not mind. ``failure``: the reason, if an exception out of a call means that
     its kernel cannot be built or loaded on this device (and nothing was computed); None for every other exception.
-    Without it every exception is the caller's. ``rehearse``: calls over small inputs, independent of each other, that
+    Without it every exception is the caller's. ``warm_up``: calls over small inputs, independent of each other, that
     together build every kernel the site will need. Their names say which: of one name for one operation and element
     type, one is enough, whichever site it is from.
     """
@@ -302,7 +302,7 @@ class Candidate(Generic[F]):
     reads: bool = False
     optional: bool = False
     failure: Callable[[Exception], str | None] | None = None
-    rehearse: Callable[[CallSite[F], Any, Sizes], Calls] | None = None
+    warm_up: Callable[[CallSite[F], Any, Sizes], Calls] | None = None
 
     def is_off(self, context: KernelContext) -> bool:
         return self.name in context.disabled or not self.techniques <= context.techniques

@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.kernels.build import gpu
 from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.native import TYPES, function_of, native
-from headrace.kernels.build.rehearsals import TOKENS, heads, token_counts
+from headrace.kernels.build.warm_ups import TOKENS, heads, token_counts
 from headrace.kernels.candidate import Calls, CallSite, Candidate, Declined, HeadFacts, RopeFacts, Sizes
 from headrace.kernels.inputs import AttentionInputs, Quantized
 from headrace.kernels.linear.epilogue import MOST_ROWS
@@ -211,7 +211,7 @@ def rotary_writes(site: CallSite[HeadFacts], run: Any, sizes: Sizes) -> Calls:
 
 def _attentions(site: CallSite[HeadFacts], run: Any, sizes: Sizes) -> Calls:
     spec = sizes.spec
-    calls = run.rehearse(
+    calls = run.warm_up(
         spec.num_heads, sizes.block_size, [layer.window for layer in spec.layers], spec.attention_soft_cap
     )
     yield from ((f"variant {index}", call) for index, call in enumerate(calls))
@@ -270,14 +270,14 @@ def _no_rope(site: CallSite[RopeFacts]) -> str | None:
     return why_not(site.facts) or ("it looks for the maximum of every row" if site.uses("unified_maximum") else None)
 
 
-def _rehearse_rope(site: CallSite[RopeFacts], made: Any, sizes: Sizes) -> Calls:
-    yield f"blocks of {sizes.block_size}", partial(made.rehearse, sizes.block_size)
+def _warm_up_rope(site: CallSite[RopeFacts], made: Any, sizes: Sizes) -> Calls:
+    yield f"blocks of {sizes.block_size}", partial(made.warm_up, sizes.block_size)
 
 
 def _rope(name: str, *techniques: str) -> Candidate[RopeFacts]:
     path = "attention.cuda_rope:create_cascade" if name == ROPE_CASCADE else "attention.cuda_rope:create_plain"
     return gpu.triton(
-        path, _rehearse_rope, _no_rope, name=name, dtypes=(torch.bfloat16,), techniques=frozenset(techniques), least=_ROPE_CAPABILITY,
+        path, _warm_up_rope, _no_rope, name=name, dtypes=(torch.bfloat16,), techniques=frozenset(techniques), least=_ROPE_CAPABILITY,
         varies=True, optional=True,
     )  # fmt: skip
 

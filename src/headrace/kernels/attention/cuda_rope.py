@@ -232,9 +232,9 @@ class Singles(_Kernel):
         self.launch(function, q[:first], out, k_cache, v_cache, inputs, scale, quantized, (inputs.slots,) * 3)
         return True
 
-    def rehearse(self, block_size: int) -> object:
+    def warm_up(self, block_size: int) -> object:
         """Builds all it needs: a step of two sequences of one key, in one block, with scratch memory of its own."""
-        inputs, qkv, cache, _, quantized = _rehearsed(self, block_size)
+        inputs, qkv, cache, _, quantized = _warmed_up(self, block_size)
         q = qkv[:, : self.group * self.kv_heads]
         return replace(self).attend(
             q, torch.empty_like(q), cache[0], cache[1], replace(inputs, leading=2), 1.0, quantized
@@ -287,8 +287,8 @@ class RopeAttention(_Kernel):
         self.launch(function, qkv, out, k_cache, v_cache, inputs, scale, quantized, turning, norms, early=early)
         return out
 
-    def rehearse(self, block_size: int) -> object:
-        inputs, qkv, cache, angles, quantized = _rehearsed(self, block_size)
+    def warm_up(self, block_size: int) -> object:
+        inputs, qkv, cache, angles, quantized = _warmed_up(self, block_size)
         return replace(self)(qkv, inputs.slots, angles, cache[0], cache[1], inputs, 1.0, None, quantized)
 
 
@@ -304,7 +304,7 @@ def leading_of(inputs: AttentionInputs) -> AttentionInputs:
     )
 
 
-def _rehearsed(kernel: _Kernel, block_size: int) -> tuple[AttentionInputs, Tensor, Tensor, Tensor, Quantized | None]:
+def _warmed_up(kernel: _Kernel, block_size: int) -> tuple[AttentionInputs, Tensor, Tensor, Tensor, Quantized | None]:
     """Two sequences of one key: the step, q with k and v, both caches, rotary table, and how the caches are held."""
     device, ints = kernel.device, partial(torch.tensor, dtype=torch.int32, device=kernel.device)
     qkv = torch.zeros((2, (kernel.group + 2) * kernel.kv_heads, kernel.head_dim), dtype=torch.bfloat16, device=device)

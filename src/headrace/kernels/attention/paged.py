@@ -229,7 +229,7 @@ class PagedAttention:
         """Whether the kernel in CUDA C++ reads codes here, where sequences share nothing."""
         return self.kv is not None and self.singles is not None
 
-    def rehearse(
+    def warm_up(
         self, q_heads: int, block_size: int, windows: Sequence[int | None], soft_cap: float | None
     ) -> list[Callable[[], object]]:
         """One call for each variant of a kernel that a model with these layers can ever need; each launches it over a
@@ -243,14 +243,14 @@ class PagedAttention:
         singles = (
             []
             if self.singles is None or soft_cap is not None or all(windows)
-            else [partial(self.singles.rehearse, block_size)]
+            else [partial(self.singles.warm_up, block_size)]
         )
         return singles + [
             self._waits(call) if case.sharing else partial(call, self.device)
             for case in self._cases(block_size)
             for window in kinds
             if not (case.sharing and window is not None)
-            for call in (partial(self._rehearsed, q_heads, block_size, window, soft_cap, case),)
+            for call in (partial(self._warmed_up, q_heads, block_size, window, soft_cap, case),)
         ]
 
     def _cases(self, block_size: int) -> list[_Case]:
@@ -277,7 +277,7 @@ class PagedAttention:
             else now
         )
 
-    def _rehearsed(
+    def _warmed_up(
         self,
         q_heads: int,
         block_size: int,
@@ -315,7 +315,7 @@ class PagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A rehearsed step. ``planned``: over an empty plan; else the plan alone is made. ``sharing``: as if sequences
+    """A warmed up step. ``planned``: over an empty plan; else the plan alone is made. ``sharing``: as if sequences
     shared keys."""
 
     sequences: int

@@ -1,10 +1,10 @@
 """Kernels built ahead of their first use, several at a time.
 
-What lives here: the threads. What may not: what a rehearsal calls (each kernel's own file), which kernels there are
+What lives here: the threads. What may not: what a warm-up calls (each kernel's own file), which kernels there are
 (the registry).
 
 Each thread waits for a process that compiles for it, where there are such (processes/builders.py), or compiles itself;
-weights load meanwhile. The longest rehearsals go first. Where there are such processes, kernels that steps can do
+weights load meanwhile. The longest warm-ups go first. Where there are such processes, kernels that steps can do
 without (later.py) are built when no other is waiting, and a start does not wait for them: it hands them over, with the
 threads, to whoever runs the steps.
 """
@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.kernels import Kernels, Rehearsal
+from headrace.kernels import Kernels, WarmUp
 from headrace.kernels.build.later import Later, Missing
 from headrace.kernels.candidate import Sizes
 from headrace.kernels.operations import TURNS
@@ -143,8 +143,8 @@ class PendingKernels:
 class CompileAhead(Generic[Prepared]):
     """Threads that build kernels. ``prepare`` is begun at once: what every compilation needs and what needs no device.
 
-    ``start`` queues the rehearsals of the call sites chosen since the last ``start``; ``finish`` waits for all of them.
-    A rehearsal that meets another error than a kernel that does not build ends the start if ``strict``; else it is
+    ``start`` queues the warm-ups of the call sites chosen since the last ``start``; ``finish`` waits for all of them.
+    A warm-up that meets another error than a kernel that does not build ends the start if ``strict``; else it is
     logged, and the first real call will say the same. Where for ``patience`` seconds none of them gets done, the
     compiler hangs, and that ends the start.
     """
@@ -160,7 +160,7 @@ class CompileAhead(Generic[Prepared]):
         later: bool = False,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """Every rehearsal runs ``within`` its own of these. ``later``: what may come later does, unless it is found in
+        """Every warm-up runs ``within`` its own of these. ``later``: what may come later does, unless it is found in
         a cache. ``share``: this process's among so many that build the same: each begins with a part of its own, and
         finds much of the others' in their cache when it comes to that."""
         self._strict = strict
@@ -177,15 +177,15 @@ class CompileAhead(Generic[Prepared]):
         self._hangs = False
 
     def start(self, kernels: Kernels, sizes: Sizes, prepare: Callable[[], object]) -> None:
-        """``prepare`` runs before the first of these rehearsals, alone."""
+        """``prepare`` runs before the first of these warm-ups, alone."""
         prepared = self._threads.submit(self._prepare, prepare)
         own, others = self._share
-        for at, each in enumerate(sorted(kernels.rehearsals(sizes, since=self._sites), key=attrgetter("turn"))):
+        for at, each in enumerate(sorted(kernels.warm_ups(sizes, since=self._sites), key=attrgetter("turn"))):
             if each.name not in self._running:
                 mine, long = at % others == own, isinstance(each.call, Later)
-                rehearse = self._find if self._later and long else self._rehearse if mine or not long else self._expect
+                warm_up = self._find if self._later and long else self._warm_up if mine or not long else self._expect
                 turn = each.turn if mine else _LAST - 1 if long else each.turn + _OTHERS
-                self._running[each.name] = self._threads.submit(rehearse, each, prepared, turn=turn)
+                self._running[each.name] = self._threads.submit(warm_up, each, prepared, turn=turn)
         self._sites = len(kernels.choices)
 
     @property
@@ -194,13 +194,13 @@ class CompileAhead(Generic[Prepared]):
         return self._first.result()
 
     def finish(self, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """Seconds each rehearsal took. ``meanwhile`` is called once, when no more than one is still under way: while
+        """Seconds each warm-up took. ``meanwhile`` is called once, when no more than one is still under way: while
         many are, they load code and launch, and the device has no quiet moment. Raises StrictKernelError or ConfigError
         where a kernel did not build and may not be replaced, ConfigError where the compiler hangs."""
         self._wait(leaving=1)
         meanwhile()
         self._wait(leaving=0)
-        return {name: rehearsed.result() for name, rehearsed in self._running.items()}
+        return {name: warmed_up.result() for name, warmed_up in self._running.items()}
 
     @property
     def coming(self) -> tuple[str, ...]:
@@ -221,7 +221,7 @@ class CompileAhead(Generic[Prepared]):
     # --- parts
 
     def _wait(self, leaving: int) -> None:
-        """Until no more than so many rehearsals are under way."""
+        """Until no more than so many warm-ups are under way."""
         pending = {each for each in self._running.values() if not each.done()}
         while len(pending) > leaving:
             done, pending = wait(pending, self._patience, FIRST_COMPLETED)
@@ -230,7 +230,7 @@ class CompileAhead(Generic[Prepared]):
                 raise ConfigError(self._stuck(len(pending)))
 
     def _stuck(self, count: int) -> str:
-        names = [name for name, rehearsed in self._running.items() if not rehearsed.done()]
+        names = [name for name, warmed_up in self._running.items() if not warmed_up.done()]
         return (
             f"The kernels' compiler hangs: of {len(self._running)} kernels {count} are not built, and none got done in {self._patience:.0f} s "
             f"({', '.join(names[:3])}{', …' if count > 3 else ''}). Look at the machine's load and at the kernel cache's disk, or do without "
@@ -241,32 +241,32 @@ class CompileAhead(Generic[Prepared]):
         self._first.result()
         try:
             prepare()
-        except Exception:  # what a kernel cannot be built for is said by its rehearsal, which then gives way
+        except Exception:  # what a kernel cannot be built for is said by its warm-up, which then gives way
             if self._strict:
                 raise
             _log.exception(
                 "kernels could not be made ready to be built in several threads; they are built all the same"
             )
 
-    def _find(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
-        """A rehearsal with what a cache holds; where that lacks the kernel, it comes later."""
-        assert isinstance(rehearsal.call, Later)
+    def _find(self, warm_up: WarmUp, prepared: Future[None]) -> float:
+        """A warm-up with what a cache holds; where that lacks the kernel, it comes later."""
+        assert isinstance(warm_up.call, Later)
         try:
-            return self._rehearse(replace(rehearsal, call=rehearsal.call.find), prepared)
+            return self._warm_up(replace(warm_up, call=warm_up.call.find), prepared)
         except Missing:
-            self._coming[rehearsal.name] = self._threads.submit(self._build, rehearsal.name, rehearsal.call, turn=_LAST)
+            self._coming[warm_up.name] = self._threads.submit(self._build, warm_up.name, warm_up.call, turn=_LAST)
             return 0.0
 
-    def _expect(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
+    def _expect(self, warm_up: WarmUp, prepared: Future[None]) -> float:
         """One that another process takes long to build; built here, too, where it does not come."""
-        assert isinstance(rehearsal.call, Later)
-        found, end = replace(rehearsal, call=rehearsal.call.find), time.monotonic() + _EXPECTED
+        assert isinstance(warm_up.call, Later)
+        found, end = replace(warm_up, call=warm_up.call.find), time.monotonic() + _EXPECTED
         while time.monotonic() < end:
             try:
-                return self._rehearse(found, prepared)
+                return self._warm_up(found, prepared)
             except Missing:
                 time.sleep(_LOOK)
-        return self._rehearse(rehearsal, prepared)
+        return self._warm_up(warm_up, prepared)
 
     def _build(self, name: str, later: Later) -> None:
         """Steps do without what raises here, so this is all that is heard of it."""
@@ -281,16 +281,16 @@ class CompileAhead(Generic[Prepared]):
             )
             raise
 
-    def _rehearse(self, rehearsal: Rehearsal, prepared: Future[None]) -> float:
+    def _warm_up(self, warm_up: WarmUp, prepared: Future[None]) -> float:
         prepared.result()
         begin = time.perf_counter()
         try:
             with torch.inference_mode(), self._within():
-                rehearsal.run()
+                warm_up.run()
         except HeadraceError:
             raise
         except Exception:
             if self._strict:
                 raise
-            _log.exception("the rehearsal of %s failed; its first real call builds its kernel", rehearsal.name)
+            _log.exception("the warm-up of %s failed; its first real call builds its kernel", warm_up.name)
         return time.perf_counter() - begin

@@ -44,7 +44,7 @@ def load(path: str) -> Any:
 
 def triton(
     path: str,
-    rehearse: Callable[[CallSite[F], Any, Sizes], Calls] | None,
+    warm_up: Callable[[CallSite[F], Any, Sizes], Calls] | None,
     refuses: Callable[[CallSite[F]], str | None] | None = None,
     *,
     name: str = TRITON,
@@ -75,9 +75,7 @@ def triton(
             return partial(_chained, found, chained)
         return found
 
-    return Candidate(
-        name, create, DEVICES, least=least, refuses=refuses, failure=failure, rehearse=rehearse, **declared
-    )
+    return Candidate(name, create, DEVICES, least=least, refuses=refuses, failure=failure, warm_up=warm_up, **declared)
 
 
 def _chained(found: Callable[..., object], most: int, first: torch.Tensor, *rest: object) -> object:

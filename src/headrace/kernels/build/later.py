@@ -1,6 +1,6 @@
 """Kernels that only some later steps want, and which those can do without until they are there.
 
-What lives here: what such a kernel's rehearsal is, and how it says that it would have to compile. What may not: threads
+What lives here: what such a kernel's warm-up is, and how it says that it would have to compile. What may not: threads
 (ahead.py), which steps do without what (worker/executor.py).
 """
 
@@ -20,7 +20,7 @@ class Ended(BaseException):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Later:
-    """A rehearsal that is one as any other when it is called."""
+    """A warm-up that is one as any other when it is called."""
 
     call: Callable[[], object]
     find: Callable[[], object]  # the same with what a cache holds. Raises Missing

@@ -17,7 +17,7 @@ import torch
 
 from headrace.kernels.build import gpu
 from headrace.kernels.build.native import native
-from headrace.kernels.build.rehearsals import TOKENS, corner
+from headrace.kernels.build.warm_ups import TOKENS, corner
 from headrace.kernels.candidate import Calls, CallSite, Candidate, Facts, Shape, Sizes, WeightFacts
 from headrace.kernels.linear import compressed, panels, sparse
 from headrace.kernels.linear.epilogue import MOST_ROWS, Epilogue
@@ -395,12 +395,12 @@ def _guest(
     refuses: Any,
     *techniques: str,
     dtypes: tuple[torch.dtype, ...] = _BFLOAT16,
-    rehearse: Any = None,
+    warm_up: Any = None,
     **declared: Any,
 ) -> Candidate[WeightFacts]:
     """A kernel for part of what comes: the twin, or others behind it, lose nothing but speed."""
     return gpu.triton(
-        f"linear.{path}", rehearse, refuses,
+        f"linear.{path}", warm_up, refuses,
         name=name, dtypes=dtypes, techniques=frozenset(techniques), varies=True, optional=True, **declared,
     )  # fmt: skip
 
@@ -420,9 +420,9 @@ _HOPPER: dict[str, Any] = {
 _DEEP = ("quantized_gemm", "deep_fusion")
 
 
-def _rings(method: str, rehearse: Any, *techniques: str) -> tuple[Candidate[WeightFacts], Candidate[WeightFacts]]:
+def _rings(method: str, warm_up: Any, *techniques: str) -> tuple[Candidate[WeightFacts], Candidate[WeightFacts]]:
     """Of weights of 8 bits as their inputs, and in codes of few bits."""
-    how: dict[str, Any] = {"rehearse": rehearse, **_HOPPER}
+    how: dict[str, Any] = {"warm_up": warm_up, **_HOPPER}
     eight = _guest(EIGHT_RING, f"rings:EightBitRings.{method}", _not_eight, *techniques, "early_weights", **how)
     return eight, _guest(CODED_RING, f"rings:CodedRings.{method}", _no_coded_ring, *techniques, "early_weights", **how)
 
@@ -434,14 +434,14 @@ def _unrounding(site: CallSite[WeightFacts]) -> str | None:
 LINEAR = (
     Candidate("onednn", create_onednn, varies=True),
     native(create_linear),
-    _guest(FLAT, "flat_linear:create_linear", _few_rows, "flat_gemm", dtypes=_HALVES, rehearse=_flat_calls, **_HOPPER),
+    _guest(FLAT, "flat_linear:create_linear", _few_rows, "flat_gemm", dtypes=_HALVES, warm_up=_flat_calls, **_HOPPER),
     _tuned("create_linear", lambda site: gpu.load("linear.tuned:unmeasured")(site)),
     gpu.triton("linear.triton_linear:create_linear", invariant_calls, _varies, optional=True),
 )  # fmt: skip
 FUSED_LINEAR = (
-    _guest(RING, "rings:create_ring", _no_ring, "flat_gemm", "deep_fusion", "early_weights", rehearse=_ring_calls, **_HOPPER),
+    _guest(RING, "rings:create_ring", _no_ring, "flat_gemm", "deep_fusion", "early_weights", warm_up=_ring_calls, **_HOPPER),
     _guest(
-        FUSED, "flat_linear:create_fused", _few_rows, "flat_gemm", "deep_fusion", rehearse=_fused_calls, **_HOPPER
+        FUSED, "flat_linear:create_fused", _few_rows, "flat_gemm", "deep_fusion", warm_up=_fused_calls, **_HOPPER
     ),
 )  # fmt: skip
 
@@ -459,8 +459,8 @@ def _sparse_calls(site: CallSite[Facts], run: Any, sizes: Sizes) -> Calls:
 ADD_SPARSE = (native(sparse.create_native), gpu.triton("linear.triton_sparse:add_sparse", _sparse_calls))
 PACKED_LINEAR = (
     *_rings("linear", _cut_ring_calls, "quantized_gemm"),
-    _guest(EIGHT, "eight_bits:Maker.linear", _not_eight, "quantized_gemm", dtypes=_HALVES, rehearse=_eight_calls),
-    _guest(CODED, "coded:Coded.linear", _uncoded, "quantized_gemm", dtypes=_HALVES, rehearse=coded_calls),
+    _guest(EIGHT, "eight_bits:Maker.linear", _not_eight, "quantized_gemm", dtypes=_HALVES, warm_up=_eight_calls),
+    _guest(CODED, "coded:Coded.linear", _uncoded, "quantized_gemm", dtypes=_HALVES, warm_up=coded_calls),
     native(compressed.create_linear, name="lossless", dtypes=_BFLOAT16, optional=True),
     native(
         partial(panels.create_linear, rounds=True), name=INTEGER, dtypes=_HALVES, techniques=INTEGERS, optional=True
@@ -469,18 +469,18 @@ PACKED_LINEAR = (
 )
 PACKED_FUSED = (
     *_rings("fused", _quantised_ring_calls, *_DEEP),
-    _guest(EIGHT, "eight_bits:Maker.fused", _not_eight, *_DEEP, rehearse=_eight_fused_calls),
-    _guest(CODED, "coded:Coded.fused", _uncoded, *_DEEP, rehearse=coded_fused_calls),
+    _guest(EIGHT, "eight_bits:Maker.fused", _not_eight, *_DEEP, warm_up=_eight_fused_calls),
+    _guest(CODED, "coded:Coded.fused", _uncoded, *_DEEP, warm_up=coded_fused_calls),
 )
 NORMED_LINEAR, ACTIVATED_LINEAR = (
     (
         _rings(place, _composed_calls, *_DEEP)[0],
-        _guest(EIGHT, f"eight_bits:Maker.{place}", _not_eight, *_DEEP, dtypes=_HALVES, rehearse=_composed_calls),
-        _guest(CODED, f"coded:Coded.{place}", _unrounding, *_DEEP, dtypes=_HALVES, rehearse=_composed_calls),
+        _guest(EIGHT, f"eight_bits:Maker.{place}", _not_eight, *_DEEP, dtypes=_HALVES, warm_up=_composed_calls),
+        _guest(CODED, f"coded:Coded.{place}", _unrounding, *_DEEP, dtypes=_HALVES, warm_up=_composed_calls),
     )
     for place in ("normed", "activated")
 )
 ADDED_LINEAR = (_tuned("create_sum"),)
 GATED_LINEAR = (
-    _guest(GATED, "cuda_gated:create_gated", _not_gated, "gated_products", rehearse=_gated_calls, **_HOPPER),
+    _guest(GATED, "cuda_gated:create_gated", _not_gated, "gated_products", warm_up=_gated_calls, **_HOPPER),
 )

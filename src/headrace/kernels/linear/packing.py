@@ -171,7 +171,7 @@ class Packed:
 def empty(
     coding: Coding, outs: int, ins: int, device: torch.device, *, gated: bool, ordered: bool, copies: int = 1
 ) -> Packed:
-    """A weight of zeros, for rehearsals; ``copies``: so many have room there."""
+    """A weight of zeros, for warm-ups; ``copies``: so many have room there."""
     tiles, steps = coding.blocks(outs, ins)
     table = torch.zeros(16, device=device) if coding.table else None
     order = torch.arange(ins, dtype=torch.int32, device=device) if ordered else None

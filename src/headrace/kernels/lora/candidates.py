@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.gpu import triton
 from headrace.kernels.build.native import TYPES, function_of, native
-from headrace.kernels.build.rehearsals import TOKENS
+from headrace.kernels.build.warm_ups import TOKENS
 from headrace.kernels.candidate import Calls, CallSite, Declined, DeltaFacts, Sizes, rows_of
 from headrace.kernels.inputs import AdapterRows, SlotFactors
 from headrace.kernels.lora.reference import add_deltas

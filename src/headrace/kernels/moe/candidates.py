@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.kernels.build import gpu
 from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.native import ACTIVATIONS, TYPES, function_of, native
-from headrace.kernels.build.rehearsals import TOKENS
+from headrace.kernels.build.warm_ups import TOKENS
 from headrace.kernels.candidate import Calls, CallSite, ExpertFacts, Sizes, rows_of
 from headrace.kernels.linear import panels
 from headrace.kernels.linear.candidates import INTEGER, INTEGERS
@@ -203,10 +203,10 @@ PACKED_MOE = (
 _ONE, _IN_ONE = "moe.cuda_experts:create_few", "one_launch_experts"
 FUSED_MOE = tuple(
     gpu.triton(
-        path, rehearse, refuses, name=name, least=least, alone=least > gpu.LEAST, dtypes=(torch.bfloat16,),
+        path, warm_up, refuses, name=name, least=least, alone=least > gpu.LEAST, dtypes=(torch.bfloat16,),
         techniques=frozenset({"deep_fusion", *more}), varies=True, optional=True,
     )
-    for name, path, rehearse, refuses, least, more in (
+    for name, path, warm_up, refuses, least, more in (
         ("experts", _ONE, _builds_few, partial(_few, coded=False, alone=True), (9, 0), (_IN_ONE,)),
         ("coded_experts", _ONE, _builds_few, partial(_few, coded=True, alone=True), (9, 0), (_IN_ONE, "quantized_gemm")),
         ("fused", "moe.triton_moe:Moe.fused", partial(experts, fused=True), partial(_few, coded=False), gpu.LEAST, ()),

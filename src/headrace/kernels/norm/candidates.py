@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.kernels.build import gpu
 from headrace.kernels.build.c_compiler import Native
 from headrace.kernels.build.native import ACTIVATIONS, TYPES, function_of, native
-from headrace.kernels.build.rehearsals import TOKENS, heads, token_counts
+from headrace.kernels.build.warm_ups import TOKENS, heads, token_counts
 from headrace.kernels.candidate import Calls, CallSite, Empty, Facts, NormFacts, Sizes, rows_of
 from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.kernels.norm import reference

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace.kernels.build.gpu import triton
-from headrace.kernels.build.rehearsals import TOKENS
+from headrace.kernels.build.warm_ups import TOKENS
 from headrace.kernels.candidate import INTEGERS, Calls, CallSite, Facts, Sizes
 
 

@@ -85,6 +85,6 @@ def picks(site: CallSite[Facts], run: Any, sizes: Sizes) -> Calls:
 _PICK = "sampling.triton_pick"
 GREEDY_TOKENS = (gpu.triton(f"{_PICK}:greedy_tokens", picks, chained=sys.maxsize),)
 PICK_TOKENS = (native(create_pick_tokens), gpu.triton(f"{_PICK}:pick_tokens", picks, chained=sys.maxsize))
-# Nothing is rehearsed: pick_tokens does the same and more.
+# Nothing is warmed up: pick_tokens does the same and more.
 GUMBEL_ARGMAX: tuple[Candidate[Facts], ...] = (native(create_gumbel_argmax), gpu.triton(f"{_PICK}:gumbel_argmax", None))
 SCORE_TOKENS = (gpu.triton(f"{_PICK}:score_tokens", picks),)

@@ -110,14 +110,14 @@ def _no_step(site: CallSite[StepFacts], *, fp8: bool) -> str | None:
     return why_not(site.facts.spec, site.card.processors)
 
 
-def _rehearse(site: CallSite[StepFacts], made: Any, sizes: Sizes) -> Calls:
+def _warm_up(site: CallSite[StepFacts], made: Any, sizes: Sizes) -> Calls:
     return [(f"all layers, blocks of {sizes.block_size}", partial(made.prepare, sizes.block_size))]
 
 
 DECODE_STEP = tuple(
     Candidate(
         name, _decode_step, DEVICES, (torch.bfloat16,), frozenset({"persistent_decode", *more}), _CAPABILITY, True,
-        partial(_no_step, fp8=fp8), varies=True, optional=True, rehearse=_rehearse,
+        partial(_no_step, fp8=fp8), varies=True, optional=True, warm_up=_warm_up,
     )
     for name, fp8, more in ((PERSISTENT, False, ()), (PERSISTENT_FP8, True, ("persistent_fp8",)))
 )  # fmt: skip

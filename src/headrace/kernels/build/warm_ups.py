@@ -1,6 +1,6 @@
 """Small calls that between them compile every specialisation a model will launch.
 
-What lives here: inputs that several operations' rehearsals share. What may not: kernels, threads, the calls (each
+What lives here: inputs that several operations' warm-ups share. What may not: kernels, threads, the calls (each
 operation's candidates.py).
 
 A kernel is compiled for its element types, its constants, and for whether each integer it is given is 1, a multiple of
