@@ -235,10 +235,9 @@ def _cut_ring_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Call
             gate = sizes.spec.activation
             yield f"{form}, {gate}, {False}", partial(maker.kernels.function, (form, gate, False))
     eight = site.facts.eights[0] is not None
-    if eight and not maker.maker.eight.group:
-        kind = maker.maker.eight.kind
-        for tile in list(EIGHT_TILES)[: 1 if kind == "fp8" else None]:
-            yield f"{kind}, {tile}", partial(maker.gemms.function, (tile, kind, 0))
+    if eight and maker.maker.eight.kind == "int8":
+        for tile in EIGHT_TILES:
+            yield f"int8, {tile}", partial(maker.gemms.function, (tile, "int8", 0))
     yield from _eight_calls(site, maker.maker.linear, sizes) if eight else coded_calls(site, maker.coded.linear, sizes)
 
 

@@ -23,7 +23,6 @@ from headrace.kernels.linear.cuda_ring import Kernels, RingLinear, kernels_of
 from headrace.kernels.linear.eight_bits import Composed, Composing, EightBitLinear, Maker
 from headrace.kernels.linear.epilogue import MOST_ROWS, PLAIN, Epilogue, Fuse, Fused
 from headrace.kernels.linear.flat_linear import create_fused
-from headrace.kernels.linear.gated_tiles import WIDEST_ROWS
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.packing import Coding, Packed
 from headrace.kernels.linear.ring_forms import RingForm, RingForms, form_of, forms_at
@@ -166,13 +165,12 @@ class ManyRing:
 
 @dataclass(frozen=True, slots=True)
 class EightBitCut:
-    """y = x · Wᵀ (+ bias), ``x`` [..., in]: 65 to as many rows as a form has; more, from ``least`` on, by ``gemm``, if
-    there is one; others as ``product``."""
+    """y = x · Wᵀ (+ bias), ``x`` [..., in]: 65 to as many rows as a form has; more by ``gemm``, if there is one; others
+    as ``product``."""
 
     product: EightBitLinear
     ring: RingLinear
     gemm: EightBitGemm | None = None
-    least: int = MOST_ROWS + 1
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -180,7 +178,7 @@ class EightBitCut:
 
     def multiplied(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         form = form_of(self.ring.forms, len(codes)) if len(codes) > MOST_ROWS else None
-        if form is None and self.gemm is not None and len(codes) >= self.least:
+        if form is None and self.gemm is not None and len(codes) > MOST_ROWS:
             y = self.gemm(codes, scale)
             return y if self.product.bias is None else y.add_(self.product.bias)
         if form is None:
@@ -237,11 +235,10 @@ class EightBitRings(Composing):
         return None if product is None else Composed(product.rounding, self._cut(product).multiplied)
 
     def _cut(self, product: EightBitLinear) -> EightBitCut:
-        """The vendor's GEMM scales sums of FP8 itself, and up to some thousand rows is as quick."""
+        """The vendor's GEMM scales sums of FP8 itself."""
         site, eight = self.maker.site, self.maker.eight
         gemm = EightBitGemm(eight.kind, product.weight, product.scale, self.gemms, {}, site.empty)
-        least = MOST_ROWS + 1 if eight.kind == "int8" else WIDEST_ROWS + 1
-        return EightBitCut(product, self._ring(product, site.facts.laid), None if eight.group else gemm, least)
+        return EightBitCut(product, self._ring(product, site.facts.laid), gemm if eight.kind == "int8" else None)
 
     def _ring(self, product: EightBitLinear, shape: Shape) -> RingLinear:
         site, weight = self.maker.site, product.weight.view(torch.bfloat16)
