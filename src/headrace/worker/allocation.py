@@ -92,11 +92,6 @@ class Allocation:
         # bytes of weights that other processes hold, and that this one has put beside torch's
         self._found = self._given = 0
 
-    def await_libraries(self) -> None:
-        """Before anything is multiplied."""
-        if self._meter is not None:
-            self._meter.await_libraries()
-
     def decide_copy(self) -> tuple[Decision, ...]:
         """Whether matrices in few bits get a widened copy, on all ranks or on none. Before ``draft``."""
         setup = self._setup

@@ -178,15 +178,13 @@ class DeviceMemory:
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """All memory first: what is mapped while weights are on their way waits until they have come."""
-        regions = [each for each in self._regions.values() if not each.handle]
+        """Weights are on their way while the memory for KV is still being mapped, and torch's own is allocated."""
+        regions = sorted((each for each in self._regions.values() if not each.handle), key=lambda each: not each.kept)
         torch.cuda.empty_cache()
         place = self._host.value or 0
         try:
             for region in regions:
                 self._map(region)
-            self.restore()
-            for region in regions:
                 if region.kept:
                     copied = driver().cuMemcpyHtoDAsync_v2(region.address, place, region.size, self._stream)
                     check(copied, "a copy of weights")
@@ -196,8 +194,8 @@ class DeviceMemory:
             torch.cuda.synchronize(self._device)
             for region in regions:
                 self._unmap(region)
-            torch.cuda.empty_cache()
             raise
+        self.restore()
         torch.cuda.synchronize(self._device)
 
     @property

@@ -14,7 +14,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Thread
 
 import torch
 
@@ -98,13 +97,7 @@ class DeviceMeter:
         self.context = max(0, self._first.used - self.others - (self._first.held - held))
         self.graphs = 0  # their pool, and what the driver keeps of them
         self._graphs_outside = 0
-        self._libraries = Thread(target=take_scratch, args=(device,), name="headrace-products", daemon=True)
-        self._libraries.start()
-
-    def await_libraries(self) -> None:
-        """Until those for products are there, which takes 0.1 to 0.3 s, without the interpreter. Whoever multiplies before
-        waits as long, and starts them twice."""
-        self._libraries.join()
+        take_scratch(device)
 
     def code(self, weights: int = 0) -> int:
         """Bytes of kernels' machine code and libraries' handles so far: what is outside the allocator and came after
@@ -129,9 +122,8 @@ class DeviceMeter:
 def take_scratch(device: torch.device) -> None:
     """cuBLAS keeps its scratch, 32 MiB a stream, for good. Taken now, it is a segment of its own, and not a piece of
     one that could else be given back."""
-    for dtype in (torch.float32, torch.bfloat16):
-        one = torch.zeros(16, 16, device=device, dtype=dtype)
-        torch.mm(one, one)
+    one = torch.zeros(16, 16, device=device)
+    torch.mm(one, one)
 
 
 @contextmanager

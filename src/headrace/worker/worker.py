@@ -227,7 +227,6 @@ class Worker:
             self._decoder = Decoder(self._setup.spec, max_model_len=longest, kv=self._setup.kv, **how, **groups)
             self._drafting.create(self._decoder, longest)
         self._build_kernels(longest)
-        self._memory.await_libraries()
         self._stages.done("decoder")
         self._load(longest)
         if not self._cuda:
