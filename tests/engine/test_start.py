@@ -141,10 +141,12 @@ def test_products_are_tried_for_every_batch_a_graph_may_have(
     cpu = torch.device("cpu")
     context = LayerContext(torch.float32, cpu, Kernels(cpu))
     layers = [Linear(Weight("layer", Role.UP, 0, (outs,), ins), context) for ins, outs in ((8, 16), (16, 8))]
+    sums: list[int] = []
+    layers[1]._added = lambda x, residual: sums.append(len(x)) or residual
     made = product_sizes(min(rows, tokens), tokens)
     assert made[: len(buckets_up_to(min(rows, tokens)))] == buckets_up_to(min(rows, tokens)) and made[-1] == tokens
     warm_linears(nn.ModuleList(layers), cpu, made, max_num_seqs=min(rows, tokens))
-    assert set(buckets_up_to(min(rows, tokens))) <= set(counts)
+    assert set(buckets_up_to(min(rows, tokens))) <= set(counts) and sums == list(made)  # a step would wait for each
     assert [counts.count(count) for count in buckets_up_to(min(rows, tokens))][-1] >= 2  # for each shape
 
 

@@ -320,6 +320,13 @@ class Linear(nn.Module):
             delta.add(y, x, adapters)
         return y
 
+    def warm(self, x: Tensor) -> None:
+        """The GEMM of so many tokens, alone and onto a sum: the library picks a kernel for each and loads it then, for which it
+        waits until the device is idle."""
+        self.forward(x)
+        if self._added is not None:
+            self._added(x, x.new_zeros(len(x), self.site.outs))
+
     def _adapted(self, adapters: AdapterRows | None) -> Delta | None:
         """What has to be added in such a step."""
         return self.delta if adapters is not None and self.delta is not None and self.delta.touched else None

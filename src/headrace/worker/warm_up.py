@@ -174,11 +174,13 @@ def warm_linears(decoder: nn.Module, device: torch.device, sizes: Sequence[int],
 
     The widest layer, the head, computes no more rows than there are sequences.
     """
-    layers = {(each.site.ins, each.site.outs): each for each in decoder.modules() if isinstance(each, Linear)}
-    widest, most = max((out for _, out in layers), default=0), buckets_up_to(max_num_seqs)[-1]
+    layers = {
+        (each.site.ins, each.site.outs, each.takes_sums): each for each in decoder.modules() if isinstance(each, Linear)
+    }
+    widest, most = max((outs for _, outs, _ in layers), default=0), buckets_up_to(max_num_seqs)[-1]
     with torch.inference_mode():
-        for (ins, outs), layer in layers.items():
+        for (ins, outs, _), layer in layers.items():
             counts = [count for count in sizes if outs != widest or count <= most]
             x = torch.zeros(max(counts, default=0), ins, dtype=layer.dtype, device=device)
             for count in counts:
-                layer.forward(x[:count])
+                layer.warm(x[:count])
