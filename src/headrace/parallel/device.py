@@ -100,7 +100,6 @@ def create_peers(place: frames.Rendezvous, rank: int, config: DeviceConfig, spec
             check_members(group, name, place.key, kind)
             return group
         how = {"one_shot": sums and near and config.one_shot_sums, "onto": config.fused_sums}
-        how["begins_with_sum"] = stages == 1  # of the embedding, which other stages have not
         made = NCCLGroup(ids[first + number], at, size, **how, agree=Agreement(store, name, at, size).all_reduce_min)
         connecting.append((made, name))
         return made

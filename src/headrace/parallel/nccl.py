@@ -193,13 +193,11 @@ class NCCLGroup:
         *,
         one_shot: bool,
         onto: bool = True,
-        begins_with_sum: bool = False,
         agree: Callable[[int], int] | None = None,
     ) -> None:
-        """``begins_with_sum``: as OneShot has it. ``agree``: on the least of what all give, without a device and before they
-        are connected."""
+        """``agree``: on the least of what all give, without a device and before they are connected."""
         self.rank, self.size, self.comm_ops = rank, size, 0
-        self._id, self._agree, self._begins = id, agree, begins_with_sum
+        self._id, self._agree = id, agree
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._side: torch.cuda.Stream | None = None  # of what is sent while something else is computed
         able = torch.cuda.get_device_capability(self._device)[0] == 9  # all of them, for they are equal
@@ -269,7 +267,7 @@ class NCCLGroup:
         """All ranks have it, or none: each says whether it got so far, before anybody goes on."""
         made, problem = None, "another rank cannot, or they differ from NCCL's"
         try:
-            made = OneShot(self.rank, self.size, comm.all_gather, begins_with_sum=self._begins)
+            made = OneShot(self.rank, self.size, comm.all_gather)
         except (DriverError, CompileError) as error:
             problem = str(error)
         if (

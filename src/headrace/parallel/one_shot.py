@@ -52,11 +52,11 @@ def _check(status: int, doing: str) -> None:
 
 
 class OneShot:
-    """Of the current device. Made by all ranks at once; ``gather``: of bytes, side by side. ``begins_with_sum``: each step
-    does, so whoever sends in it knows that all before it has been read. Raises DriverError or CompileError."""
+    """Of the current device. Made by all ranks at once; ``gather``: of bytes, side by side. Raises DriverError or
+    CompileError."""
 
-    def __init__(self, rank: int, size: int, gather: Gather, *, begins_with_sum: bool) -> None:
-        self._rank, self._begins = rank, begins_with_sum
+    def __init__(self, rank: int, size: int, gather: Gather) -> None:
+        self._rank = rank
         self.lines = _LINES // (size - 1)
         device = torch.cuda.current_device()
         text = nvrtc.source("sums/one_shot.cu")
@@ -120,14 +120,14 @@ class OneShot:
         return x, scaled, squares
 
     def takes_normed(self, x: Tensor, rows: int, width: int) -> bool:
-        """Of so many rows, from those of ``x`` [rows, inner]: few in one launch; more in chunks. In a graph, whose chunks
-        go to the same places whenever it is replayed, only where ``begins_with_sum``."""
+        """Of so many rows, from those of ``x`` [rows, inner]: few in one launch; more in chunks, but in no graph: what
+        it sends to the same places whenever it is replayed has not been compared with NCCL's sums."""
         lines = width // 8
         if x.dtype is not torch.bfloat16 or width % 8 or lines > _LINES_A_ROW or not rows:
             return False
         if rows * lines <= self.lines:
             return True
-        return self._side is not None and (self._begins or not torch.cuda.is_current_stream_capturing())
+        return self._side is not None and not torch.cuda.is_current_stream_capturing()
 
     def add_normed(
         self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, scale: Tensor, eps: float
