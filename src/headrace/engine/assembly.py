@@ -37,7 +37,6 @@ from headrace.models.source import ModelSource, WeightFormat, find_model
 from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.processes.builders import mark_of
-from headrace.processes.child import share_interpreter
 from headrace.processes.garbage import collect_frozen, freeze_again, no_collections
 from headrace.request import Json, SamplingParams, StepPlan, StepResult, TokenMasks
 from headrace.spec import AdapterSpace
@@ -113,7 +112,6 @@ def create_engine(
 
     Raises ModelError, ConfigError or OutOfMemory.
     """
-    share_interpreter()  # kernels are built, and adapters read, in threads beside the one that runs steps
     # what cannot be written is said at once
     file = TraceFile(config.device.trace) if config.device.trace is not None else None
     source = find_source(config)

@@ -28,7 +28,7 @@ from headrace.engine.loop import EngineLoop, Link, Links, LoopState, ParentGone,
 from headrace.errors import HeadraceError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.portability import ignore_terminal
-from headrace.processes.child import EARLY
+from headrace.processes.child import EARLY, share_interpreter
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import empty_free_lists, freeze_start, no_collections
 from headrace.processes.messages import BadFrame, pack, receive
@@ -147,6 +147,7 @@ def main() -> None:
     ignore_terminal()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_child()
+    share_interpreter()  # kernels are built, and adapters read, in threads beside the one that runs steps
     logging.getLogger("headrace").setLevel(os.environ.get("HEADRACE_LOG_LEVEL", "info").upper())
     try:
         sock, state = parent_socket(), LoopState()
