@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.bench.load import BenchFailed, HttpClient
+from headrace.bench.load import HttpClient
 from headrace.bench.startup import READY_TIMEOUT, await_ready, keyless
+from headrace.errors import BenchFailed
 
 STOP_SECONDS = 60.0
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.bench.load import BenchFailed
+from headrace.errors import BenchFailed
 
 SM_ACTIVE = "sm__cycles_active.avg.pct_of_peak_sustained_elapsed"
 TENSOR_ACTIVE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"

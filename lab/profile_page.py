@@ -17,11 +17,10 @@ from statistics import median
 from typing import Any
 
 from headrace.bench.arguments import output
-from headrace.bench.load import BenchFailed
 from headrace.bench.startup import medians
 from headrace.bench.sweep import Sweep
 from headrace.config import EngineConfig
-from headrace.errors import ConfigError
+from headrace.errors import BenchFailed, ConfigError
 from headrace.observe.report import machine_facts, say, table, write_json, write_text
 from lab.jobs import config_for, flags_of, known_shapes, run_child
 from lab.profile_ncu import by_kernel, find_ncu, ncu_command, read_kernels, split_steps, sum_up

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from headrace.bench.driver import greedy
-from headrace.bench.load import BenchFailed
 from headrace.config import EngineConfig
 from headrace.engine.assembly import Engine, create_engine
+from headrace.errors import BenchFailed
 from headrace.planner.workload.conversations import random_conversations
 from headrace.planner.workload.load import Lengths
 from headrace.request import Request

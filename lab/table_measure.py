@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Protocol
 
-from headrace.bench.load import BenchFailed
+from headrace.errors import BenchFailed
 from headrace.observe.metrics import StepRecord
 from lab.table_rows import Asked, Row, requests_of
 

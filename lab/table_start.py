@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.bench.load import BenchFailed
 from headrace.bench.startup import medians
+from headrace.errors import BenchFailed
 from lab.table_measure import Measured
 from lab.table_rows import Row
 

@@ -121,3 +121,7 @@ class EngineDead(HeadraceError):
 
     status = 503
     type = "service_unavailable_error"
+
+
+class BenchFailed(HeadraceError):
+    """Nothing could be measured."""

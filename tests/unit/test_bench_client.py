@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from headrace.bench.load import Answer, BenchFailed, HttpClient, LoadGenerator, first_model
+from headrace.bench.load import Answer, HttpClient, LoadGenerator, first_model
 from headrace.bench.serve import add_arguments, create_workload
-from headrace.errors import ConfigError
+from headrace.errors import BenchFailed, ConfigError
 from headrace.planner.workload.conversations import Conversation, Turn
 from headrace.planner.workload.statistics import Sample, failure_reasons
 

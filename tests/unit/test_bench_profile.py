@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.load import BenchFailed
+from headrace.errors import BenchFailed
 from lab.profile_ncu import (
     BANDWIDTH,
     DURATION,

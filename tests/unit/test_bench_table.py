@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.load import BenchFailed
 from headrace.config import EngineConfig, ModelConfig
 from headrace.engine.resolve import create_config
-from headrace.errors import ConfigError
+from headrace.errors import BenchFailed, ConfigError
 from headrace.observe.metrics import StepRecord
 from lab import table as bench_table
 from lab import table_run, table_start, table_techniques

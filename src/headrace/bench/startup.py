@@ -26,9 +26,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headrace.bench.load import BenchFailed, BrokenAnswer, HttpClient, LoadGenerator
+from headrace.bench.load import BrokenAnswer, HttpClient, LoadGenerator
 from headrace.bench.serve import limits_of
 from headrace.cache_home import cache_home
+from headrace.errors import BenchFailed
 from headrace.observe.report import machine_facts, print_facts, print_figures, write_json
 from headrace.planner.workload.conversations import random_conversations
 from headrace.planner.workload.load import Lengths
