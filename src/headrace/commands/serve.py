@@ -6,6 +6,7 @@ What lives here: flags to configs, and the engine's start. What may not: the ser
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -46,6 +47,7 @@ def _serve(engine: EngineConfig, server: ServerConfig, began: float) -> int:
     from headrace.processes.child import EARLY, begin
 
     begun = None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server hears it (lifecycle.py)
     tell_processes(server.log_format)
     if engine.device.executor == "model" and not _is_below(engine, server):
         begun = begin("headrace.engine.process", words=(EARLY,))
