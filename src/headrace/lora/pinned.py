@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ def pinned_zeros(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     size = rows * columns * dtype.itemsize
     whole = -(-size // _PAGE) * _PAGE
     pages = _Pages(-1, whole + _PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with suppress(AttributeError, OSError):  # a system without them
         pages.madvise(mmap.MADV_HUGEPAGE)
     held = np.frombuffer(pages, dtype=np.uint8)
     address = -(-held.ctypes.data // _PAGE) * _PAGE
