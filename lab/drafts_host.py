@@ -115,11 +115,11 @@ class _Spent:
 def _without_computing() -> Iterator[None]:
     """Graphs of few sizes, which leave what a coin says where their tokens would be: each draft is right half the time."""
     import numpy as np
-    import pytest
 
     from headrace.worker import graphs
 
-    stand_ins = import_module("tests.support.recorded_graphs")
+    # beside tests alone, and so is what it patches with
+    stand_ins, pytest = import_module("tests.support.recorded_graphs"), import_module("pytest")
     recorded = stand_ins.RecordedGraph
     coins, made = np.random.Generator(np.random.SFC64(0)), graphs.Mailbox.__init__
 
