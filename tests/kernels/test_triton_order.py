@@ -193,11 +193,11 @@ def pick() -> None:
     sampling.greedy_tokens(torch.randn(3, 3000), pdl=True)
 
 
-@pytest.mark.parametrize("around", [gather, store, pick])
+@pytest.mark.parametrize("launched", [gather, store, pick])
 def test_what_stands_around_a_forward_pass_waits_before_it_touches_anything(
-    epilogue: Callable[[], None], programs: Programs
+    launched: Callable[[], None], programs: Programs
 ) -> None:
-    epilogue()
+    launched()
     assert_in_order(programs, [])
 
 
