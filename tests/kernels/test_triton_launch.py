@@ -3,6 +3,7 @@ would pass."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ class Told(Kernel):
     def __init__(self, function: Any, **options: Any) -> None:
         super().__init__(function, **options)
         self._bind = create_function_from_signature(self.signature, self.params, BaseBackend)
+        self.device_caches = defaultdict(tuple)  # there is no device
         self.plain = 0
 
     def asked(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> str:
