@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from headrace.config import ModelConfig
 from headrace.errors import ModelError
 from headrace.models.draft_source import find_draft
 from headrace.models.families import spec_from_config
-from headrace.models.source import find_model
+from headrace.models.source import WeightFormat, find_model, quantised_as_asked
 from headrace.sites import Role, count_bytes, is_plain, layer_matrices, weights
 from tests.unit.test_families import LLAMA, config
 
@@ -154,6 +155,11 @@ def test_random_weights_are_made_up_in_the_format_that_is_asked_for(method: str,
         ModelError, match=r"--quantization is gguf, but .* is not quantized; .* one of fp8, compressed-"
     ):
         find_model(ModelConfig(model=str(tmp_path), load_format="dummy", quantization="gguf"))
+    with pytest.raises(ModelError, match=r"^quantization is gptq, but .* one of fp8, compressed-"):
+        find_draft(ModelConfig(load_format="dummy"), str(tmp_path), "gptq", None)
+    plain = find_model(ModelConfig(model=str(tmp_path), load_format="dummy"))
+    with pytest.raises(ModelError, match=r"--quantization is fp8, but .* is not quantized; leave it out\.$"):
+        quantised_as_asked(replace(plain, weights=WeightFormat.GGUF), "fp8")  # files of GGUF are never rounded
 
 
 @pytest.mark.parametrize(

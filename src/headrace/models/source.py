@@ -122,31 +122,29 @@ def _pooled(source: ModelSource, task: str) -> ModelSource:
 
 def quantised_as_asked(source: ModelSource, asked: str | None, *, head: bool = False) -> ModelSource:
     """``--quantization none`` dequantizes weights at load, and ``MADE``'s names quantize plain ones, with the ``head``
-    or without. Else the name of a method must match the checkpoint's, except that random weights of a model that is not
-    quantized are generated in the method's usual form."""
+    (a draft's, whose option the caller names) or without. Else the name of a method must match the checkpoint's, except
+    that random weights of a model that is not quantized are generated in the method's usual form."""
     stored = source.config.get("quantization_config")
-    if stored is None and asked not in (None, "none") and (made := _made(source, str(asked), head=head)) is not None:
-        return made
+    if stored is None:
+        return source if asked in (None, "none") else _made(source, str(asked), head=head)
+    if asked == "none":
+        plain = {name: value for name, value in source.config.items() if name != "quantization_config"}
+        return replace(source, config=plain, dequantize_from=stored)
     method = stored.get("quant_method") if isinstance(stored, Mapping) else None
-    if asked not in (None, "none", method):
-        remedy = f"leave it out, or make one of {', '.join(MADE)}" if stored is None else "leave it out"
-        raise ModelError(
-            f"--quantization is {asked}, but {source.name} is {'not quantized' if stored is None else f'quantized with {method}'}; {remedy}."
-        )
-    if asked != "none" or stored is None:
-        return source
-    plain = {name: value for name, value in source.config.items() if name != "quantization_config"}
-    return replace(source, config=plain, dequantize_from=stored)
+    if asked not in (None, method):
+        option = "quantization" if head else "--quantization"
+        raise ModelError(f"{option} is {asked}, but {source.name} is quantized with {method}; leave it out.")
+    return source
 
 
-def _made(source: ModelSource, asked: str, *, head: bool) -> ModelSource | None:
-    random = source.weights is WeightFormat.DUMMY
-    if random and not head:
-        usual = USUAL.get(asked)
-        form = None if usual is None else {"quant_method": asked, **usual}
-        return None if form is None else replace(source, config={**source.config, "quantization_config": form})
-    if asked not in MADE or not (random or source.weights is WeightFormat.SAFETENSORS):
-        return None
+def _made(source: ModelSource, asked: str, *, head: bool) -> ModelSource:
+    if source.weights is WeightFormat.DUMMY and not head and asked in USUAL:
+        form = {"quant_method": asked, **USUAL[asked]}
+        return replace(source, config={**source.config, "quantization_config": form})
+    if asked not in MADE or source.weights is WeightFormat.GGUF:
+        option = "quantization" if head else "--quantization"
+        made = "" if source.weights is WeightFormat.GGUF else f", or make one of {', '.join(MADE)}"
+        raise ModelError(f"{option} is {asked}, but {source.name} is not quantized; leave it out{made}.")
     form = {"quant_method": "compressed-tensors", **MADE[asked]["config"]}
     config = {**source.config, "quantization_config": form}
     if head:
