@@ -61,6 +61,7 @@ from tests.support.hash_engine import (
         ('{"method": "ngram", "tree": 2}', "method ngram grows no trees"),
         ('{"model": "a", "quantization": "int3"}', "quantization is 'int3'; give one of auto, none, fp8"),
         ('{"method": "ngram", "quantization": "fp8"}', "of a draft model, but method is 'ngram'"),
+        ('{"model": "a", "acceptance": 1.5}', "acceptance is 1.5; give a number from 0 to 1"),
         ('{"model": "a", "tree": 0}', "tree is 0; give a whole number from 1 to 32"),
         ('{"model": "a", "tree": 2, "num_speculative_tokens": 63}', "from 1 to 62"),
         ('{"model": "a", "num_speculative_tokens": 17}', f"from 1 to {MOST_DRAFTS}"),
@@ -79,6 +80,8 @@ def test_settings_are_json_or_a_mapping() -> None:
     assert settings is not None and settings.method == "draft_model" and settings.num_speculative_tokens is None
     known = read_settings('{"method": "ngram", "prompt_lookup_max": 1, "draft_tensor_parallel_size": 1}')
     assert known is not None and known.prompt_lookup_min == 1
+    defaults = read_settings('{"method": "ngram", "acceptance": null, "draft_cost": null, "quantization": null}')
+    assert defaults == read_settings('{"method": "ngram"}')
     tree = read_settings('{"model": "some/draft", "tree": 3, "num_speculative_tokens": "auto"}')
     assert tree is not None and tree.fixed == tree.most == MOST_DRAFTS
 

@@ -121,8 +121,8 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
                 f"speculative_config.{name} is {str(value)[:80]}; give a whole number from {low} to {high}."
             )
     for name in ("acceptance", "draft_cost"):
-        value = given.get(name, 0)
-        if type(value) not in (int, float) or not 0 <= value <= 1:
+        value = given.get(name)
+        if value is not None and (type(value) not in (int, float) or not 0 <= value <= 1):
             raise ConfigError(f"speculative_config.{name} is {str(value)[:80]}; give a number from 0 to 1.")
     given.pop(_WHOLE, None)
     if given.get("prompt_lookup_min") is None and given.get("prompt_lookup_max") == 1:
@@ -172,7 +172,7 @@ def _check_quantization(given: dict[str, Any]) -> None:
     if value is None:
         return
     known = ("auto", "none", *QUANTIZATIONS)
-    given["quantization"] = value = QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
+    given["quantization"] = value = QUANTIZATION_ALIASES.get(str(value), value)
     if value not in known:
         raise ConfigError(f"speculative_config.quantization is {str(value)[:80]!r}; give one of {', '.join(known)}.")
     if given["method"] != "draft_model":
