@@ -6,7 +6,6 @@ Graph = eager, batched = alone, chunked = whole, cached = recomputed, overlap 0 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,13 +43,6 @@ MODES: dict[str, dict[str, Any]] = {
     "preempted": {"num_blocks": 24, "block_size": 16, "max_num_seqs": 64},
     "preempted, overlap 2": {"num_blocks": 24, "block_size": 16, "overlap": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    made = Judge()
-    yield made
-    made.close()
 
 
 def ask(llm: LLM, asked: SamplingParams) -> list[RequestOutput]:

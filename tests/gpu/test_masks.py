@@ -5,7 +5,6 @@ The judge is the CPU with the same ids as a list. Graphs = eager = few logits at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,13 +33,6 @@ MODES: dict[str, dict[str, Any]] = {
     "chunks of 9": {"max_num_batched_tokens": 16},
     "torch twins": {"disabled_kernels": ("triton",)},
 }
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    made = Judge()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("mode", MODES)

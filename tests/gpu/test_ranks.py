@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +59,6 @@ def sizes(layout: str) -> dict[str, int]:
         pytest.skip(f"needs {ranks * stages * places} cards")
     names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     return dict(zip(names, LAYOUTS[layout], strict=True))
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    made = Judge()
-    yield made
-    made.close()
 
 
 def ask(llm: LLM, asked: SamplingParams) -> list[RequestOutput]:

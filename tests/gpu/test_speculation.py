@@ -7,7 +7,6 @@ The draft model is the target itself: where it is wrong, a key of its is missing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,13 +26,6 @@ MODES: dict[str, dict[str, Any]] = {
     "draft model, preempted": {"speculative_config": OWN, "num_blocks": 14, "block_size": 16},
     "n-gram": {"speculative_config": NGRAM},
 }
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    made = Judge()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("mode", MODES)

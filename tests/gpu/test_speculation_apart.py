@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,13 +31,6 @@ APART: dict[str, dict[str, Any]] = {
         "strict_kernels": False,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    made = Judge()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("mode", APART)

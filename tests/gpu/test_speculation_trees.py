@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ MODES: dict[str, dict[str, Any]] = {
     "tree, overlap 2": {"speculative_config": TREE, "overlap": 2},
     "tree, eager": {"speculative_config": TREE, "enforce_eager": True},
 }
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    made = Judge()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
