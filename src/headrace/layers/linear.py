@@ -321,8 +321,8 @@ class Linear(nn.Module):
         return y
 
     def warm(self, x: Tensor) -> None:
-        """The GEMM of so many tokens, alone and onto a sum: the library picks a kernel for each and loads it then, for which it
-        waits until the device is idle."""
+        """The GEMM of so many tokens, alone and onto a sum: the library picks a kernel for each and loads it then, for
+        which it waits until the device is idle."""
         self.forward(x)
         if self._added is not None:
             self._added(x, x.new_zeros(len(x), self.site.outs))

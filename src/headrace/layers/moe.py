@@ -95,13 +95,13 @@ class SparseFeedForward(nn.Module):
         stream.pending = y if self._sum is None else self._sum(y)
 
     def takes_output(self, output: Linear) -> int:
-        """Of how many rows ``forward_behind`` takes the product in, at most."""
+        """Of how many rows ``forward_behind`` takes that GEMM in, at most."""
         takes = getattr(self._fused, "takes", None)
         return takes(output.plain) if takes is not None and isinstance(self.router.plain, Tensor) else 0
 
     def forward_behind(self, output: Linear, x: Tensor, stream: Stream, norm: Norm, following: Norm) -> bool:
-        """The same with the product before it, ``output`` of ``x`` onto the stream, where all of it is one launch for this
-        step, and the product behind it, too; else nothing was done."""
+        """The same with the GEMM before it, ``output`` of ``x`` onto the stream, where all of it is one launch for this
+        step, and the GEMM after it, too; else nothing was done."""
         if len(x) > self.takes_output(output) or not stream.takes_norms or stream.adapters is not None:
             return False
         spec, epilogue = self._spec, Epilogue(None, norm.eps, None, stream.sum, following.scale)

@@ -1,7 +1,8 @@
 """Fills a decoder's parameters: from a checkpoint, strictly and one tensor at a time, or with seeded random numbers.
 
-What lives here: the choice between containers, matching rules with keys, copying into the parameters' own storage, and the errors of both sides. What
-may not: knowledge of families (families.py writes the rules), file formats (checkpoint.py), packing (finish_loading).
+What lives here: the choice between containers, matching rules with keys, copying into the parameters' own storage, and
+the errors of both sides. What may not: knowledge of families (families.py writes the rules), file formats
+(checkpoint.py), packing (finish_loading).
 """
 
 from __future__ import annotations

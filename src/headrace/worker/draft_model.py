@@ -168,8 +168,8 @@ class DraftModel(Drawing):
         self._computed = rows.column(_UNKNOWN)  # tokens of each row whose keys are there
 
     def begins(self, plan: StepPlan, *, compute: bool = True) -> None:
-        """Computes what is new of prompts, or leaves that to ``propose``. Of a new row its first chunk says what was found in the cache: whoever
-        computed that, drafted."""
+        """Computes what is new of prompts, or leaves that to ``propose``. Of a new row its first chunk says what was
+        found in the cache: whoever computed that, drafted."""
         self._follow(plan, self._groups, self._kv_caches)
         self._computed[list(plan.rows_dropped)] = _UNKNOWN  # one that is built again without has its keys
         if not plan.rows:
@@ -367,7 +367,6 @@ class HeadDrafter(Drawing):
         self._group = group
         self._held = tap.out.new_zeros(len(rows.traits), head.spec.carried)  # of each row's last computed position
         self._at = rows.column(_NOTHING)  # which that is
-
         self._pending: list[_Entries] = []
 
     def forget(self) -> None:

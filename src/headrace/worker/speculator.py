@@ -139,11 +139,11 @@ class LookupProposer(Proposer):
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Of a plan's samples, in their order: what was proposed after each, ``counts`` of them. ``which``: of the
-    proposal's rows; -1: nothing was. ``rows``: that they are for. ``trees``: by chunk, where they do not stand one after another. In
-    pipelines (staged_drafts.py), of samples that go on from drafts in flight: ``guesses``, the place and the token that
-    each takes for sampled there; ``empty``: those that guess nothing, of which nothing is computed; ``cancelled``: all
-    guesses are known to be wrong; ``unsent``: the stage before knew that, and nothing comes from there;
-    ``turns``: of their rows, as long as nothing begins from the truth."""
+    proposal's rows; -1: nothing was. ``rows``: that they are for. ``trees``: by chunk, where they do not stand one after
+    another. In pipelines (staged_drafts.py), of samples that go on from drafts in flight: ``guesses``, the place and the
+    token that each takes for sampled there; ``empty``: those that guess nothing, of which nothing is computed;
+    ``cancelled``: all guesses are known to be wrong; ``unsent``: the stage before knew that, and nothing comes from
+    there; ``turns``: of their rows, as long as nothing begins from the truth."""
 
     proposal: Proposal
     counts: list[int]
