@@ -14,7 +14,6 @@ What lives here: that file. What may not: finding identities.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -40,9 +39,9 @@ def identities(folder: str) -> Mapping[str, str]:
 
 def remember(folder: str, found: Mapping[str, str]) -> None:
     """For later starts. A folder that cannot be written costs them time."""
-    with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-        json.dump(dict(found), file)
-        os.replace(file.name, _file(folder))
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as work:
+        (whole := Path(work, "identities")).write_text(json.dumps(dict(found)), "utf-8")
+        whole.replace(_file(folder))
 
 
 def _file(folder: str) -> Path:
