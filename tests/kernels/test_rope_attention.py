@@ -148,22 +148,21 @@ def test_a_decoder_without_rotation_is_not_offered_it(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "keys", "block_size", "fresh", "normed", "kv", "spilled"),
+    ("dim", "group", "keys", "block_size", "fresh", "normed", "kv"),
     [
-        (128, 4, 16, 128, True, False, 0, 0),
-        (64, 4, 32, 128, True, True, 0, 0),
-        (128, 4, 16, 128, False, False, 0, 0),
-        (128, 8, 32, 8, True, True, 1, 0),
-        (128, 4, 32, 128, True, False, 1, 0),
-        (64, 4, 64, 16, True, True, 4, 0),
-        (128, 4, 64, 128, True, False, 4, 0),
-        (128, 4, 32, 128, True, True, 2, 0),
+        (128, 4, 16, 128, True, False, 0),
+        (64, 4, 32, 128, True, True, 0),
+        (128, 4, 16, 128, False, False, 0),
+        (128, 8, 32, 8, True, True, 1),
+        (128, 4, 32, 128, True, False, 1),
+        (64, 4, 64, 16, True, True, 4),
+        (128, 4, 64, 128, True, False, 4),
+        (128, 4, 32, 128, True, True, 2),
     ],
 )
-def test_the_source_compiles_and_two_programs_fit(
-    dim: int, group: int, keys: int, block_size: int, fresh: bool, normed: bool, kv: int, spilled: int, tmp_path: Path
+def test_the_source_compiles_without_spilling_and_two_programs_fit(
+    dim: int, group: int, keys: int, block_size: int, fresh: bool, normed: bool, kv: int, tmp_path: Path
 ) -> None:
-    """``spilled``: bytes at most, none of them near the products of a unit."""
     pytest.importorskip("triton")
     if (found := shutil.which("nvcc")) is None:
         pytest.skip("nvcc is not installed")
@@ -180,4 +179,4 @@ def test_the_source_compiles_and_two_programs_fit(
         timeout=110,
     )
     assert made.returncode == 0, made.stderr
-    assert max(map(int, re.findall(r"(\d+) bytes spill stores", made.stderr))) <= spilled, made.stderr
+    assert set(re.findall(r"(\d+) bytes spill stores", made.stderr)) == {"0"}, made.stderr
