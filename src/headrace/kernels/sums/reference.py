@@ -1,6 +1,6 @@
-"""What a sum over ranks does between two products of a layer, beside adding up: the twin.
+"""What sums over ranks do between two products of a layer, beside adding up: the twins.
 
-What lives here: that, in plain torch. What may not: who meets whom (parallel/), kernels.
+What lives here: these, in plain torch. What may not: who meets whom (parallel/), kernels.
 """
 
 from __future__ import annotations
