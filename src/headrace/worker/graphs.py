@@ -466,10 +466,11 @@ class Mailbox:
     for each step in turn. A graph cannot be told which slot is a step's, so the device counts the steps, and the host
     counts beside it.
 
-        host        writes slot 0   writes slot 1   …            reads slot 0   …        Slots are used in turn: as many
-        as steps can be in
-        device                      reads, writes slot 0   …                             flight, and one more.
+        host        writes slot 0   writes slot 1   …            reads slot 0   …
+        device                      reads, writes slot 0   …
         turn        0               1               2
+
+    Slots are used in turn: as many as steps can be in flight, and one more.
 
     ``inward`` [slots, …] and ``outward`` [slots, …], int32: the memory, for kernels. ``turn`` [1], int32, on the
     device: the slot of the next step there; the kernel that fetches a step adds one."""
