@@ -380,15 +380,15 @@ class Linear(nn.Module):
             stream.sum, stream.scaled, stream.squares = self._onto(y, stream.sum, following.scale)
             return
         delta, fuses = self._adapted(stream.adapters), self._fused is not None and stream.takes_norms
+        splits = self._onto_normed is None or (self._in_chunks and delta is None)
+        given = (self._apply_weight, x) if splits else (_itself, self.forward(x, stream.adapters))
         if self._onto_normed is not None:
-            splits = self._in_chunks and delta is None
-            given = (self._apply_weight, x) if splits else (_itself, self.forward(x, stream.adapters))
             found = self._onto_normed(*given, stream.sum, following.scale, following.eps)
             if found is not None:
                 stream.sum, stream.ready = found
                 return
         if not fuses and (self._added is None or not stream.takes_sums):
-            y = self.forward(x, stream.adapters)
+            y = self.forward(x, stream.adapters) if splits else given[1]
             stream.pending = y if self._sum is None else self._sum(y)
             return
         if delta is not None and stream.adapters is not None:
