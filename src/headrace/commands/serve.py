@@ -6,6 +6,7 @@ What lives here: flags to configs, and the engine's start. What may not: the ser
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -46,18 +47,18 @@ def _serve(engine: EngineConfig, server: ServerConfig, began: float) -> int:
     from headrace import __version__
     from headrace.processes.child import EARLY, begin
 
-    begun = None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server hears it (lifecycle.py)
+    # until the server hears it (lifecycle.py); an exception would be lost where it comes while a module is compiled
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     tell_processes(server.log_format)
-    if engine.device.executor == "model" and not _is_below(engine, server):
-        begun = begin("headrace.engine.process", words=(EARLY,))
+    below = engine.device.executor != "model" or _is_below(engine, server)
+    begun = None if below else begin("headrace.engine.process", words=(EARLY,))
     try:
         from headrace.engine.client import AsyncLLM
         from headrace.server.run import run_server
 
         return run_server(engine, server, __version__, lambda: AsyncLLM.start(engine, begun=begun), began=began)
     finally:
-        if begun is not None:
+        if begun:
             begun.end()  # where it came to no start
 
 
