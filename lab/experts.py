@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headrace.bench.experts import Choices, Recorded, counted, mean, placements, recorded
 from headrace.bench.offline import facts_here
 from headrace.config import EngineConfig
+from headrace.errors import ConfigError
 from headrace.observe.report import print_facts, table, write_json
 from headrace.parallel.balance import imbalance, lower_bound
 from headrace.parallel.placement import Layer
@@ -25,6 +26,8 @@ COLUMNS = ("ranks", "placement", "recorded", "worst layer", "held out", *(f"step
 
 
 def run(args: argparse.Namespace, config: EngineConfig) -> int:
+    if args.output is not None:
+        raise ConfigError("--output is what headrace bench experts writes; use that, or leave --output out.")
     made, held_out = recorded(args, config)
     counts = counted(made)
     rows = [_figures(counts, held_out, ranks, args.copies) for ranks in args.ranks]
