@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(rows: int, drafts: int, steps: int) -> dict[str, Any]:
-    """µs of the thread: planning, what a worker does before and behind the device, and what comes of it; medians, and of
+    """µs of the thread: planning, what a worker does before and after the device, and what comes of it; medians, and of
     their sum the least, which other work on the machine disturbs least."""
     from headrace.clock import RealClock
     from headrace.config import SchedulerConfig

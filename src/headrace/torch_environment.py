@@ -51,7 +51,7 @@ def prepare_for_torch(*, little_scratch: bool = False) -> None:
 
 
 class _Later(ModuleType):
-    """Takes a module's place until somebody wants something of it."""
+    """Takes a module's place until an attribute of it is read."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -62,7 +62,7 @@ class _Later(ModuleType):
 
 
 def leave_out_compilers() -> None:
-    """For a process of ours, in which nobody compiles with torch; before that is imported."""
+    """For a process of ours, which compiles nothing with torch; before that is imported."""
     found = find_spec("torch") if "torch" not in sys.modules else None
     if found is not None and found.origin is not None and _version(Path(found.origin).parent).startswith(_WITHOUT):
         sys.modules[_COMPILERS] = _Later(_COMPILERS)

@@ -151,7 +151,7 @@ def _device(args: argparse.Namespace, config: EngineConfig) -> Device:
 
 
 def _draft(args: argparse.Namespace, config: EngineConfig, device: Device) -> DraftOn | None:
-    """``device``: the target's. None: nobody drafts, or a model that is not named."""
+    """``device``: the target's. None: there are no drafts, or of a model that is not named."""
     settings, own = who_drafts(config, apart=args.draft_device is not None), None
     if settings is None:
         return None

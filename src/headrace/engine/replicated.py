@@ -75,7 +75,7 @@ class ReplicatedCore:
         self.engine.submit(request)
 
     def step(self) -> Sequence[SequenceOutput]:
-        """What has come from any replica, once there is something; nothing where nobody has asked."""
+        """What has come from any replica, once there is something; nothing where no request is open."""
         if not self._arrived and self._open:
             self._news.clear()
             self._run(self._news.wait())

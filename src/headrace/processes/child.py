@@ -74,7 +74,7 @@ class Child:
 
         def watch() -> None:
             self._process.wait()
-            with suppress(RuntimeError):  # nobody waits any more, and the loop is closed
+            with suppress(RuntimeError):  # it is not waited for any more, and the loop is closed
                 loop.call_soon_threadsafe(ended.set)
 
         threading.Thread(target=watch, name="headrace-child", daemon=True).start()
