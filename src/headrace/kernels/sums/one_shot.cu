@@ -1,6 +1,7 @@
 // The sum of x over SIZE ranks in one launch: every rank writes its x into an inbox of each other rank, over the link, and adds up what comes into
 // its own. An inbox is all ones while nothing has come: a word that is something else has arrived, so that no flag is sent, nothing is fenced, and
-// nobody is waited for twice. Two numbers whose bits are all ones are a NaN, and sent as another. Who has read a line makes it all ones again.
+// nobody is waited for twice. Two numbers whose bits are all ones are a NaN, and sent as another (not by a copy engine; GEMMs round theirs from
+// float32 to other bits). Who has read a line makes it all ones again.
 //
 //   inbox of a rank:   call 0, 2, 4 … | line 0 1 2 … of rank 0 | … of rank 1 | …
 //                      call 1, 3, 5 … | …
