@@ -34,7 +34,7 @@ class Asleep(Protocol):
     def wake(self) -> None: ...
 
     def close(self) -> None:
-        """Once the tensors are gone."""
+        """It neither sleeps nor wakes any more, and holds on to nothing but regions that tensors lie in."""
 
 
 class HostPages:
@@ -211,6 +211,7 @@ class DeviceMemory:
             self._host_size = size
 
     def close(self) -> None:
+        self.refill = self.restore = lambda: None
         if self._host_size:
             driver().cuMemFreeHost(self._host)
             self._host_size = 0

@@ -208,13 +208,14 @@ class DeviceExecutor:
         self._outcomes.clear()
         self._begun = None
         self._runner, self._go_on = None, lambda: None
+        self._caches, self._mover, self._adapters = (), None, None
         if self.later is not None:
             self.later.close()
+        if self._asleep is not None:  # what it wakes with leads back to the model
+            self._asleep.close()
         if self._queued:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-        if self._asleep is not None:
-            self._asleep.close()
 
     def _without_later_kernels(self, plan: StepPlan) -> StepPlan:
         assert self.later is not None
