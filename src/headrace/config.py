@@ -336,6 +336,9 @@ class DeviceConfig:
         1, "number of devices that the keys and values of each request are spread over, one process each", flags=("-cp",),
         minimum=1, technique="context_parallel", on=2, off=1,
     )  # fmt: skip
+    ranks_per_device: int = option(
+        1, "how many of the -tp processes share one GPU, where they take turns (to try -tp out): 1, or all", minimum=1
+    )
     data_parallel_size: int = option(
         1, "number of replicas of the model, each on devices of its own, behind one port", flags=("-dp",),
         minimum=1, maximum=MAX_REPLICAS,
@@ -426,6 +429,7 @@ class DeviceConfig:
                 "leave one of them out."
             )
         self._check_nodes()
+        self._check_shared_device()
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
             if getattr(self, name) != 1 and self.executor == "keyed-hash":
                 raise ConfigError(
@@ -447,6 +451,21 @@ class DeviceConfig:
         if self.distributed_executor_backend == "ray" or self.batch_invariant:
             raise ConfigError(
                 "expert_failover is on, but neither Ray nor --batch-invariant goes with it; leave one of them out."
+            )
+
+    def _check_shared_device(self) -> None:
+        if self.ranks_per_device not in (1, self.tensor_parallel_size) or (
+            self.ranks_per_device > 1
+            and (
+                self.num_devices > self.tensor_parallel_size
+                or self.nnodes > 1
+                or self.expert_failover
+                or self.distributed_executor_backend == "ray"
+            )
+        ):
+            raise ConfigError(
+                f"ranks_per_device is {self.ranks_per_device}, but it is for all ranks of --tensor-parallel-size "
+                f"({self.tensor_parallel_size}) alone, on one host; give that number, or leave it out."
             )
 
     def _check_nodes(self) -> None:
@@ -703,6 +722,11 @@ class EngineConfig:
             raise ConfigError(
                 "prefill_replicas needs enable_prefix_caching, kv_caching and paged_allocation: what is handed over lies in the prefix "
                 "cache. Turn them on, or leave prefill_replicas out."
+            )
+        if self.device.ranks_per_device > 1 and self.device.device != "cpu" and cache.kv_cache_memory is None:
+            raise ConfigError(
+                "ranks_per_device is above 1, and ranks on one GPU cannot measure what each of them has left; "
+                "give --kv-cache-memory, the bytes of each."
             )
 
 

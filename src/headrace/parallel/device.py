@@ -99,7 +99,9 @@ def create_peers(place: frames.Rendezvous, rank: int, config: DeviceConfig, spec
             group = GlooGroup(store, address, at, size, name)
             check_members(group, name, place.key, kind)
             return group
-        how = {"one_shot": sums and near and config.one_shot_sums, "onto": config.fused_sums}
+        how: dict[str, Any] = {"one_shot": sums and near and config.one_shot_sums, "onto": config.fused_sums}
+        if config.ranks_per_device > 1:
+            how["host"] = GlooGroup(store, address, at, size, f"{name} of one device")
         made = NCCLGroup(ids[first + number], at, size, **how, agree=Agreement(store, name, at, size).all_reduce_min)
         connecting.append((made, name))
         return made
@@ -127,6 +129,7 @@ def check_devices(config: DeviceConfig, needed: int) -> None:
     """Raises ConfigError where there are fewer GPUs than are needed: those of one replica, or of all."""
     count, kinds = torch.cuda.device_count(), ("tensor", "pipeline", "context", "data")
     sizes = {name: getattr(config, f"{name}_parallel_size") for name in kinds[: 3 if needed <= config.num_ranks else 4]}
+    needed //= config.ranks_per_device
     if count < needed:
         flags = " times ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)
         raise ConfigError(

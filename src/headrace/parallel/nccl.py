@@ -29,7 +29,8 @@ from headrace.errors import ConfigError, EngineDead
 from headrace.kernels.build.driver import DriverError
 from headrace.kernels.build.nvrtc import CompileError
 from headrace.kernels.sums.reference import Normed, Onto, onto
-from headrace.parallel.group import side_by_side
+from headrace.parallel.group import GlooGroup, side_by_side
+from headrace.parallel.one_device import OneDevice
 from headrace.parallel.one_shot import OneShot, most_rows
 
 _log = logging.getLogger(__name__)
@@ -194,31 +195,36 @@ class NCCLGroup:
         one_shot: bool,
         onto: bool = True,
         agree: Callable[[int], int] | None = None,
+        host: GlooGroup | None = None,
     ) -> None:
-        """``agree``: on the least of what all give, without a device and before they are connected."""
+        """``agree``: on the least of what all give, without a device and before they are connected. ``host``: the same
+        ranks there, where they share one GPU; NCCL is not used then."""
         self.rank, self.size, self.comm_ops = rank, size, 0
-        self._id, self._agree = id, agree
+        self._id, self._agree, self._host = id, agree, host
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._side: torch.cuda.Stream | None = None  # of what is sent while something else is computed
         able = torch.cuda.get_device_capability(self._device)[0] == 9  # all of them, for they are equal
         self._tries, self._takes_onto = one_shot and able, one_shot and able and onto
-        self.backend = "NCCL" if able or not one_shot else "NCCL; sums in one shot need compute capability 9"
+        self._over = "NCCL" if host is None else "gloo"
+        self.backend = f"{self._over}{'' if able or not one_shot else '; sums in one shot need compute capability 9'}"
         self._one_shot: OneShot | None = None
-        self._comm: Communicator | None = None  # once all are connected
+        self._comm: Communicator | OneDevice | None = None  # once all are connected
         self._settled, self._problem = threading.Event(), "they are to end"
 
-    def connect(self, check: Callable[[Communicator], None] = lambda comm: None) -> None:
+    def connect(self, check: Callable[[Communicator | OneDevice], None] = lambda comm: None) -> None:
         """All ranks at once, from any thread. ``check``: of those who have come."""
         begun = time.monotonic()
         try:
             torch.cuda.set_device(self._device)
-            comm = Communicator(self._id, self.rank, self.size)
+            comm = self._create()
             met = time.monotonic() - begun
             check(comm)
             if self._tries:
                 self._try_one_shot(comm)
+            if self._one_shot is None and self._host is not None:
+                raise RuntimeError(f"ranks on one GPU sum in one shot, but {self.backend}")
             took = time.monotonic() - begun
-            _log.debug("start of process %d: NCCL connected in %.2f s, tried out in %.2f", os.getpid(), met, took)
+            _log.debug("start of process %d: connected in %.2f s, tried out in %.2f", os.getpid(), met, took)
             if not self._settled.is_set():
                 self._comm = comm
         except Exception as error:  # whoever needs the group says so
@@ -226,14 +232,19 @@ class NCCLGroup:
             _log.debug("ranks did not connect", exc_info=True)
         self._settled.set()
 
-    def connected(self) -> Communicator:
+    def _create(self) -> Communicator | OneDevice:
+        if self._host is None:
+            return Communicator(self._id, self.rank, self.size)
+        return OneDevice(self._host, lambda: self._one_shot)
+
+    def connected(self) -> Communicator | OneDevice:
         """Once it is. Raises EngineDead."""
         self._settled.wait()
         if self._comm is None:
             raise EngineDead(f"ranks have not connected: {self._problem}. See `headrace doctor`.")
         return self._comm
 
-    def _meet(self) -> Communicator:
+    def _meet(self) -> Communicator | OneDevice:
         self.comm_ops += 1
         return self._comm or self.connected()
 
@@ -263,7 +274,7 @@ class NCCLGroup:
         self._meet()
         return self._one_shot.add_normed(product, x, residual, scale, eps)
 
-    def _try_one_shot(self, comm: Communicator) -> None:
+    def _try_one_shot(self, comm: Communicator | OneDevice) -> None:
         """All ranks have it, or none: each says whether it got so far, before anybody goes on."""
         made, problem = None, "another rank cannot, or they differ from NCCL's"
         try:
@@ -275,9 +286,12 @@ class NCCLGroup:
             and made is not None
             and comm.all_reduce_min(int(made.agrees(comm.all_reduce, comm.stream)))
         ):
-            self._one_shot, self.backend = made, f"NCCL, and sums of up to {16 * made.lines / 2**20:g} MiB in one shot"
+            self._one_shot, self.backend = (
+                made,
+                f"{self._over}, and sums of up to {16 * made.lines / 2**20:g} MiB in one shot",
+            )
         else:
-            self.backend = f"NCCL; no sums in one shot: {problem}"
+            self.backend = f"{self._over}; no sums in one shot: {problem}"
             _log.warning("ranks sum through %s", self.backend)
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:

@@ -182,7 +182,8 @@ class Ranks:
     def _begin(self, number: int) -> _Rank:
         ours, theirs = socket.socketpair()
         with theirs:
-            process = start("headrace.parallel.follower", theirs, device_of(number))
+            at = number // self._config.device.ranks_per_device
+            process = start("headrace.parallel.follower", theirs, device_of(at))
         of = " of node 0" if self._config.device.nnodes > 1 else ""
         rank = _Rank(number, f"rank {number}{of} (process {process.pid})", ours, process)
         rank.tell(pack(frames.Begin(self._mark)))

@@ -238,7 +238,9 @@ class Allocation:
         if self._meter is None:  # ranks and replicas of a CPU have its memory between them
             own = available_memory() // self._setup.config.device.devices_here
         else:
-            own = gpu_share(self._meter.total, self._meter.others, self._setup.config.cache.gpu_memory_utilization)
+            config = self._setup.config
+            share = config.cache.gpu_memory_utilization / config.device.ranks_per_device
+            own = gpu_share(self._meter.total, 0 if config.device.ranks_per_device > 1 else self._meter.others, share)
         return self._least(own)
 
     def _take_largest_steps(

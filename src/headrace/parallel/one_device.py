@@ -1,0 +1,68 @@
+"""Ranks that share one GPU, ``--ranks-per-device``: NCCL connects no two of them, so sums go in one shot, through memory
+that both processes map, and what no kernel of ours carries goes through the host.
+
+What lives here: that, as nccl.py's Communicator has it. What may not: the kernel (one_shot.py), who shares a GPU
+(device.py). The processes take turns on the device: it shows that tokens are right, and not how fast ranks are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from headrace.parallel.group import GlooGroup, side_by_side
+from headrace.parallel.one_shot import OneShot
+
+_SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class OneDevice:
+    """``host``: the same ranks there. ``sums``: in one shot, once they have been tried out; only these are captured."""
+
+    def __init__(self, host: GlooGroup, sums: Callable[[], OneShot | None]) -> None:
+        self._host, self._sums = host, sums
+
+    @property
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Of any size: as many launches as it takes."""
+        sums, flat = self._sums(), x.view(-1)
+        if sums is None or x.dtype not in _SUMMED:
+            return x.copy_(self._host.all_reduce(x.cpu()))
+        padded = flat
+        if x.nbytes % 16 or x.data_ptr() % 16:
+            padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
+            padded[: flat.numel()] = flat
+        for piece in padded.split(16 * sums.lines // x.itemsize):
+            sums.add(piece, self.stream)
+        return x if padded is flat else x.copy_(padded[: flat.numel()].view_as(x))
+
+    def all_gather(self, x: Tensor, width: int) -> Tensor:
+        return side_by_side(self.all_gather_stacked(x), width)
+
+    def all_gather_stacked(self, x: Tensor) -> Tensor:
+        return self.gather(x, x.new_empty((self._host.size, *x.shape)))
+
+    def gather(self, x: Tensor, parts: Tensor) -> Tensor:
+        """A sum with zeros is what was there."""
+        if self._sums() is None or x.dtype not in _SUMMED:
+            return parts.copy_(self._host.all_gather_stacked(x.cpu()))
+        parts.zero_()[self._host.rank] = x
+        return self.all_reduce(parts)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self._host.all_to_all(x.cpu()).to(x.device)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def all_reduce_min(self, value: int) -> int:
+        return self._host.all_reduce_min(value)
+
+    def abort(self) -> None:
+        self._host.abort()
