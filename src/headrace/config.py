@@ -1,8 +1,8 @@
 """Configuration: frozen dataclasses, composed. Command-line flags, the config file and LLM(...) keywords all come from
 these fields.
 
-What lives here: the fields, their help and bounds, and the one check that every value passes, whichever way it came.
-What may not: torch, reading checkpoints, command-line parsing (flags.py), and any use of the values.
+What lives here: the fields, their bounds, and the one check that every value passes, whichever way it came. What may
+not: what is told of them (data/options.toml), torch, reading checkpoints, command-line parsing (flags.py), and any use of the values.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from headrace.spec import KV_FORMATS, AdapterSpace, KVFormat
 Config = TypeVar("Config")
 
 
-def option(default: Any, help: str, **extra: Any) -> Any:
-    """A config field that is also a flag.
+def option(default: Any, **extra: Any) -> Any:
+    """A config field that is also a flag, of which data/options.toml has the help.
 
     ``extra``: ``choices``; ``aliases`` (other words for them); ``minimum``, ``maximum``; ``size`` (32k, 2M, 20GiB are read);
-    ``flags`` (further spellings); ``metavar``; ``json`` (the whole list may be one word of JSON); ``technique`` (it is
-    reached by ``--technique`` too; a text is the technique's name where the field has another), with ``on`` and ``off``
-    where those words mean other values.
+    ``flags`` (further spellings); ``json`` (the whole list may be one word of JSON); ``technique`` (it is reached by
+    ``--technique`` too; a text is the technique's name where the field has another), with ``on`` and ``off`` where those
+    words mean other values.
     """
-    return field(default=default, metadata={"help": help, **extra})
+    return field(default=default, metadata={"flag": True, **extra})
 
 
 def switch(default: bool | None) -> Any:
@@ -80,43 +80,24 @@ QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp
 class ModelConfig:
     """Which model, in which precision."""
 
-    model: str | None = option(
-        None, "directory, .gguf file or hub id (org/name[@revision][:Q4_K_M]); default: the bundled demo model"
-    )
-    tokenizer: str | None = option(None, "directory or file of a tokenizer to use instead of the model's own")
-    served_model_name: tuple[str, ...] = option((), "model names that the API accepts", metavar="NAME")
-    dtype: str = option(
-        "auto",
-        "precision of weights and activations; aliases such as bf16 and half are accepted",
-        choices=("auto", *DTYPES),
-        aliases=DTYPE_ALIASES,
-    )
-    load_format: str = option(
-        "auto", "format of the weights; dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy")
-    )
-    share_weights: bool = option(
-        False,
-        "hold the weights in memory that other processes of this host which serve the model can use, too",
-    )
-    max_model_len: int | None = option(
-        None, "maximum sequence length in tokens; default: what model and memory allow", size=True, minimum=2
-    )
-    quantization: str | None = option(
-        None, "quantization of the weights; default: as in the checkpoint; at load, none dequantizes them, fp8 and "
-        "compressed-tensors round plain ones", choices=("none", *QUANTIZATIONS), aliases=QUANTIZATION_ALIASES,
-    )  # fmt: skip
+    model: str | None = option(None)
+    tokenizer: str | None = option(None)
+    served_model_name: tuple[str, ...] = option(())
+    dtype: str = option("auto", choices=("auto", *DTYPES), aliases=DTYPE_ALIASES)
+    load_format: str = option("auto", choices=("auto", "safetensors", "gguf", "dummy"))
+    share_weights: bool = option(False)
+    max_model_len: int | None = option(None, size=True, minimum=2)
+    quantization: str | None = option(None, choices=("none", *QUANTIZATIONS), aliases=QUANTIZATION_ALIASES)
     task: str = option(
-        "auto", "what the model is for: to generate text, to embed texts, or to score pairs of them; auto: as the checkpoint says; "
-        "pooling: embed or score", choices=("auto", "generate", "embed", "score", "pooling"), flags=("--runner",),
+        "auto",
+        choices=("auto", "generate", "embed", "score", "pooling"),
+        flags=("--runner",),
         aliases={"embedding": "embed", "classify": "score"},
-    )  # fmt: skip
-    chat_template: str | None = option(None, "Jinja chat template: a file, or the text of the template")
-    special_tokens_in_messages: bool = option(
-        False,
-        "on: a special token's text in a message, tool or document is read as that token, as in /v1/completions; off: as plain text",
     )
-    generation_config: str = option("auto", "sampling defaults: auto (from the model), headrace (none), or a directory")
-    seed: int = option(0, "seed for dummy weights, and for requests that set none")
+    chat_template: str | None = option(None)
+    special_tokens_in_messages: bool = option(False)
+    generation_config: str = option("auto")
+    seed: int = option(0)
 
     @property
     def chat_options(self) -> dict[str, Any]:
@@ -131,24 +112,19 @@ class ModelConfig:
 class CacheConfig:
     """The size, format and reuse of the KV cache."""
 
-    block_size: int | None = option(
-        None, "tokens per KV block; default: chosen by device", choices=(8, 16, 32, 64, 128)
-    )
-    gpu_memory_utilization: float = option(
-        0.9,
-        "share of a GPU's memory that may be in use, including by other processes (on a CPU, use --kv-cache-memory)",
-    )
-    kv_cache_memory: int | None = option(
-        None, "size of the KV cache in bytes, instead of a share of memory", size=True, minimum=1
-    )
-    num_blocks: int | None = option(
-        None, "number of KV blocks, instead of a size in bytes (for tests and experiments)", minimum=1
-    )
+    block_size: int | None = option(None, choices=(8, 16, 32, 64, 128))
+    gpu_memory_utilization: float = option(0.9)
+    kv_cache_memory: int | None = option(None, size=True, minimum=1)
+    num_blocks: int | None = option(None, minimum=1)
     kv_cache_dtype: str = option(
-        "auto", "precision of the KV cache: auto (the model's), 8 or 4 bits", choices=("auto", *DTYPES, *KV_FORMATS),
-        aliases=DTYPE_ALIASES | KV_ALIASES, technique="quantized_kv", on="int8", off="auto",
-    )  # fmt: skip
-    enable_prefix_caching: bool = option(True, "reuse the keys and values of shared prefixes", technique=True)
+        "auto",
+        choices=("auto", *DTYPES, *KV_FORMATS),
+        aliases=DTYPE_ALIASES | KV_ALIASES,
+        technique="quantized_kv",
+        on="int8",
+        off="auto",
+    )
+    enable_prefix_caching: bool = option(True, technique=True)
     paged_allocation: bool = switch(True)
     unified_paging: bool = switch(True)
     kv_caching: bool = switch(True)
@@ -179,63 +155,27 @@ def resolve_kv_format(requested: str, dtype: str, head_dim: int) -> KVFormat | N
 class SchedulerConfig:
     """Which requests run, and with how many tokens per step."""
 
-    max_num_seqs: int | None = option(None, "maximum number of running sequences; default: chosen by device", minimum=1)
-    max_num_batched_tokens: int | None = option(
-        None, "maximum tokens per step; default: by device (offline, also by model)", size=True, minimum=1
-    )
-    max_logits_rows: int | None = option(
-        None,
-        "positions per step whose logits may be materialized (prompt_logprobs need many); default: 512 or --max-num-seqs, if larger",
-        minimum=1,
-    )
-    max_step_ms: float | None = option(
-        None, "milliseconds a step may take while answers are generated: prompts get the largest chunk that fits",
-        minimum=0.01, maximum=FINITE, technique="step_budget", on=50.0, off=None,
-    )  # fmt: skip
+    max_num_seqs: int | None = option(None, minimum=1)
+    max_num_batched_tokens: int | None = option(None, size=True, minimum=1)
+    max_logits_rows: int | None = option(None, minimum=1)
+    max_step_ms: float | None = option(None, minimum=0.01, maximum=FINITE, technique="step_budget", on=50.0, off=None)
     scheduling_policy: str = option(
-        "fcfs",
-        "which requests run first; see docs/policies.md",
-        choices=("fcfs", "priority", "fair", "deadline", "qoe", "shortest-remaining"),
+        "fcfs", choices=("fcfs", "priority", "fair", "deadline", "qoe", "shortest-remaining")
     )
-    tenant_weight: tuple[str, ...] = option((), "fair: relative shares of tenants (default: 1)", metavar="NAME=WEIGHT")
-    fair_input_price: float = option(1.0, "fair: price of a computed prompt token", minimum=0.0, maximum=FINITE)
-    fair_output_price: float = option(2.0, "fair: price of a generated token", minimum=0.0, maximum=FINITE)
-    expected_ttft: float = option(
-        1.0, "qoe: seconds after which readers expect the first token, unless the request says otherwise",
-        minimum=LEAST, maximum=86_400,
-    )  # fmt: skip
-    reading_speed: float = option(
-        4.8,
-        "qoe: reading speed in tokens per second, unless the request says otherwise",
-        minimum=LEAST,
-        maximum=1_000_000,
-    )
-    qoe_preemptions: float = option(
-        0.1, "qoe: how often requests may be preempted, on average", minimum=0.0, maximum=FINITE
-    )
-    ageing: float = option(
-        4.0, "shortest-remaining: number of tokens that one second of waiting is worth", minimum=0.001, maximum=FINITE
-    )
-    length_prediction: str = option(
-        "history", "shortest-remaining: predict lengths from earlier answers or from max_tokens (in simulations, an oracle)",
-        choices=("history", "max-tokens"),
-    )  # fmt: skip
-    ttft_target_ms: float = option(
-        2000.0, "deadline: target time to first token in milliseconds, unless the request says otherwise",
-        minimum=0.01, maximum=FINITE,
-    )  # fmt: skip
-    tpot_target_ms: float = option(
-        100.0, "deadline: target time between tokens in milliseconds, unless the request says otherwise",
-        minimum=0.01, maximum=FINITE,
-    )  # fmt: skip
+    tenant_weight: tuple[str, ...] = option(())
+    fair_input_price: float = option(1.0, minimum=0.0, maximum=FINITE)
+    fair_output_price: float = option(2.0, minimum=0.0, maximum=FINITE)
+    expected_ttft: float = option(1.0, minimum=LEAST, maximum=86_400)
+    reading_speed: float = option(4.8, minimum=LEAST, maximum=1_000_000)
+    qoe_preemptions: float = option(0.1, minimum=0.0, maximum=FINITE)
+    ageing: float = option(4.0, minimum=0.001, maximum=FINITE)
+    length_prediction: str = option("history", choices=("history", "max-tokens"))
+    ttft_target_ms: float = option(2000.0, minimum=0.01, maximum=FINITE)
+    tpot_target_ms: float = option(100.0, minimum=0.01, maximum=FINITE)
     chunked_prefill: bool = switch(True)
     continuous_batching: bool = switch(True)
     fast_forward: bool = switch(True)
-    speculative_config: str | None = option(
-        None, 'speculative decoding: {"method": "ngram"} or "suffix", {"model": "a draft", "device": "cpu"}, '
-        '{"method": "eagle3", "model": "a head"}', metavar="JSON",
-        technique="speculation", on='{"method": "ngram"}', off=None,
-    )  # fmt: skip
+    speculative_config: str | None = option(None, technique="speculation", on='{"method": "ngram"}', off=None)
     longest_first: bool = switch(True)
 
     def __post_init__(self) -> None:
@@ -300,93 +240,34 @@ def _read_weight(entry: str) -> tuple[str, float]:
 class DeviceConfig:
     """The device, and how to compute on it."""
 
-    device: str = option("auto", "device to compute on", choices=("auto", "cuda", "cpu"))
-    executor: str = option(
-        "model",
-        "keyed-hash runs no model: each token is a hash of the context (for measuring and testing everything else)",
-        choices=("model", "keyed-hash"),
-    )
-    device_time: float = option(0.0, "seconds that a step of the keyed-hash executor takes", minimum=0.0)
-    threads: int | None = option(None, "CPU threads for computation; default: chosen by core count", minimum=1)
-    tensor_parallel_size: int = option(
-        1, "number of devices that each layer is split across, one process each", flags=("-tp",), minimum=1
-    )
-    enable_expert_parallel: bool = option(
-        False,
-        "with several devices, each holds whole experts instead of a part of each; attention stays split",
-        technique=True,
-    )
-    expert_placement: str | None = option(
-        None,
-        "with --enable-expert-parallel: recorded routing to balance experts by, or the experts of each device (JSON)",
-        metavar="FILE",
-    )
-    expert_failover: bool = option(
-        False,
-        "with --enable-expert-parallel: go on without a device that dies, where others hold its experts",
-    )
-    pipeline_parallel_size: int = option(
-        1, "number of stages that the layers are distributed over, one process each", flags=("-pp",),
-        minimum=1, maximum=MAX_STAGES,
-    )  # fmt: skip
-    pipeline_layers: tuple[int, ...] = option(
-        (), "number of layers of each stage, in order; default: as even as their sizes allow", metavar="N"
-    )
-    context_parallel_size: int = option(
-        1, "number of devices that the keys and values of each request are spread over, one process each", flags=("-cp",),
-        minimum=1, technique="context_parallel", on=2, off=1,
-    )  # fmt: skip
-    ranks_per_device: int = option(
-        1, "how many of the -tp processes share one GPU, where they take turns (to try -tp out): 1, or all", minimum=1
-    )
-    data_parallel_size: int = option(
-        1, "number of replicas of the model, each on devices of its own, behind one port", flags=("-dp",),
-        minimum=1, maximum=MAX_REPLICAS,
-    )  # fmt: skip
-    data_parallel_routing: str = option(
-        "prefix",
-        "replica of a request: prefix weighs what is cached against what waits there; load looks at what waits; turns takes each in turn",
-        choices=("prefix", "load", "turns"),
-    )
-    prefill_replicas: int = option(
-        0, "number of the replicas that only compute prompts, for the others",
-        minimum=0, metavar="P", technique="prompts_apart", on=1, off=0,
-    )  # fmt: skip
+    device: str = option("auto", choices=("auto", "cuda", "cpu"))
+    executor: str = option("model", choices=("model", "keyed-hash"))
+    device_time: float = option(0.0, minimum=0.0)
+    threads: int | None = option(None, minimum=1)
+    tensor_parallel_size: int = option(1, flags=("-tp",), minimum=1)
+    enable_expert_parallel: bool = option(False, technique=True)
+    expert_placement: str | None = option(None)
+    expert_failover: bool = option(False)
+    pipeline_parallel_size: int = option(1, flags=("-pp",), minimum=1, maximum=MAX_STAGES)
+    pipeline_layers: tuple[int, ...] = option(())
+    context_parallel_size: int = option(1, flags=("-cp",), minimum=1, technique="context_parallel", on=2, off=1)
+    ranks_per_device: int = option(1, minimum=1)
+    data_parallel_size: int = option(1, flags=("-dp",), minimum=1, maximum=MAX_REPLICAS)
+    data_parallel_routing: str = option("prefix", choices=("prefix", "load", "turns"))
+    prefill_replicas: int = option(0, minimum=0, technique="prompts_apart", on=1, off=0)
     swap_roles: bool = switch(False)
-    distributed_executor_backend: str = option(
-        "mp", "who starts the processes of several devices: mp, this host and those of --nnodes; ray, a Ray cluster",
-        choices=("mp", "ray"),
-    )  # fmt: skip
-    nnodes: int = option(
-        1, "number of hosts (nodes) that the devices are spread over, on each of which the same command runs", minimum=1
-    )
-    node_rank: int = option(
-        0, "which of the --nnodes hosts this is; 0 has the engine and the server, others end with it", minimum=0
-    )
-    master_addr: str = option("127.0.0.1", "address of node 0, on the network that joins the nodes", metavar="HOST")
-    master_port: int = option(29501, "port at which node 0 waits", minimum=1, maximum=65535)
-    node_secret_file: str | None = option(
-        None, "file with the secret that all nodes share (or HEADRACE_NODE_SECRET)", metavar="FILE"
-    )
-    overlap: int | None = option(
-        None,
-        "steps in flight beyond the one being collected (0, 1 or 2); default: chosen by device",
-        choices=(0, 1, 2),
-        technique=True,
-        on=1,
-        off=0,
-    )
-    enforce_eager: bool = option(False, "do not use CUDA graphs", technique="cuda_graphs", on=False, off=True)
-    batch_invariant: bool = option(
-        False, "bitwise identical results, regardless of what else is in the batch", technique=True
-    )
-    trace: str | None = option(
-        None, "write a trace of host and device, step by step, to this file, for ui.perfetto.dev", metavar="FILE"
-    )
-    enable_sleep_mode: bool = option(
-        False, "let the engine give up its memory and take it back: POST /sleep and /wake_up, LLM.sleep() and wake_up()"
-    )
-    strict_kernels: bool = option(False, "treat a kernel's fallback to its torch twin as an error")
+    distributed_executor_backend: str = option("mp", choices=("mp", "ray"))
+    nnodes: int = option(1, minimum=1)
+    node_rank: int = option(0, minimum=0)
+    master_addr: str = option("127.0.0.1")
+    master_port: int = option(29501, minimum=1, maximum=65535)
+    node_secret_file: str | None = option(None)
+    overlap: int | None = option(None, choices=(0, 1, 2), technique=True, on=1, off=0)
+    enforce_eager: bool = option(False, technique="cuda_graphs", on=False, off=True)
+    batch_invariant: bool = option(False, technique=True)
+    trace: str | None = option(None)
+    enable_sleep_mode: bool = option(False)
+    strict_kernels: bool = option(False)
     token_concatenation: bool = switch(True)
     last_layer_pruning: bool = switch(True)
     compressed_weights: bool = switch(False)
@@ -413,7 +294,7 @@ class DeviceConfig:
     prompt_graphs: bool = switch(True)
     drafts_ahead: bool = switch(True)
     activation_arena: bool = switch(True)
-    disabled_kernels: tuple[str, ...] = option((), "names of kernel candidates that are never chosen", metavar="NAME")
+    disabled_kernels: tuple[str, ...] = option(())
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -547,96 +428,40 @@ _PARSERS = tomllib.loads((Path(__file__).parent / "data" / "parsers.toml").read_
 class ServerConfig:
     """The server's address, keys, limits and other settings."""
 
-    host: str = option("127.0.0.1", "address to listen on; any address other than loopback needs a key")
-    port: int = option(8000, "port to listen on; 0 picks a free one", minimum=0, maximum=65535)
-    uds: str | None = option(None, "listen on this Unix socket instead of an address", metavar="PATH")
-    api_server_count: int = option(
-        1, "number of front-end processes, which accept, tokenize and stream for the engine",
-        minimum=1, maximum=MAX_FRONT_ENDS,
-    )  # fmt: skip
-    api_key: tuple[str, ...] = option((), "key that clients must send (also HEADRACE_API_KEY)", metavar="KEY")
-    operator_key: tuple[str, ...] = option(
-        (), "keys that see all requests on the dashboard: key1, key2 … in the order of --api-key", metavar="NAME"
-    )
-    allowed_origins: tuple[str, ...] = option(
-        (), "sites whose pages may use this server from a browser (CORS), such as https://chat.example; '*' allows all",
-        metavar="ORIGIN", json=True,
-    )  # fmt: skip
-    allowed_methods: tuple[str, ...] = option(
-        (), "methods that these pages may use (default: all)", metavar="METHOD", json=True
-    )
-    allowed_headers: tuple[str, ...] = option(
-        (), "request headers that these pages may send (default: all)", metavar="HEADER", json=True
-    )
-    allow_credentials: bool = option(
-        False, "let these pages send the browser's credentials for this server: client certificates, a proxy's cookies"
-    )
-    ssl_certfile: str | None = option(
-        None, "serve HTTPS with this certificate: a PEM file that includes the chain", metavar="FILE"
-    )
-    ssl_keyfile: str | None = option(
-        None, "private key of the certificate, if it is not in the same file", metavar="FILE"
-    )
-    ssl_ca_certs: str | None = option(None, "CAs that sign client certificates: a PEM file", metavar="FILE")
-    ssl_cert_reqs: int = option(0, "client certificates: 0 none, 1 optional, 2 required", choices=(0, 1, 2))
-    unknown_fields: str = option(
-        "refuse", "request fields that the route does not know: refuse them (400), or ignore and count them",
-        choices=("refuse", "ignore"),
-    )  # fmt: skip
-    max_queue: int = option(
-        1024,
-        "waiting and running requests beyond which new ones get a 429; with several keys, each gets a share",
-        minimum=1,
-    )
-    max_body_bytes: int = option(32 * 2**20, "maximum size of a request body", size=True, minimum=1)
-    max_answer_bytes: int = option(
-        64 * 2**20, "maximum memory that one answer may take before it is sent", size=True, minimum=2**16
-    )
-    max_answers_bytes: int = option(
-        256 * 2**20,
-        "memory for all answers and their requests' lists, beyond which large requests get a 503",
-        size=True,
-        minimum=2**16,
-    )
-    tool_call_parser: str = option(
-        "auto",
-        "how the model writes tool calls; auto: detected from the chat template",
-        choices=tuple(_PARSERS["tool_call_parser"]),
-    )
-    reasoning_parser: str = option(
-        "auto",
-        "how the model writes reasoning; auto: detected from the chat template",
-        choices=tuple(_PARSERS["reasoning_parser"]),
-    )
-    repetition_detection: bool = option(False, "end answers that loop, unless the request turns this off")
-    moderation: str | None = option(
-        None, "your own Python function that judges answers while they are generated", metavar="MODULE:FUNCTION"
-    )
-    moderation_words: str | None = option(None, "file of words that end an answer, one per line", metavar="FILE")
-    moderation_prompt: bool = option(False, "moderate prompts, too")
-    moderation_timeout: float = option(5.0, "seconds that each call of the moderation function may take", minimum=0.01)
-    when_asleep: str = option(
-        "wait", "requests to a model that sleeps wait until it is woken, are refused (503), or wake it",
-        choices=("wait", "refuse", "wake"),
-    )  # fmt: skip
-    shutdown_timeout: float = option(30.0, "seconds that running requests have to finish after SIGTERM", minimum=0.0)
-    supervise: bool = option(False, "a parent process restarts the engine and front ends when they die")
-    log_format: str = option(
-        "text", "format of log lines: text (for people) or json (for log collectors)", choices=("text", "json")
-    )
-    tenant_by: str = option(
-        "auto", "what counts as a tenant: the API key, the request's user field, its adapter, or (auto) the key if there are several",
-        choices=("auto", "key", "user", "adapter"),
-    )  # fmt: skip
-    prefix_sharing: str = option(
-        "key",
-        "which requests share cached prefixes: those with the same API key (key), or all of them (all)",
-        choices=("key", "all"),
-    )
+    host: str = option("127.0.0.1")
+    port: int = option(8000, minimum=0, maximum=65535)
+    uds: str | None = option(None)
+    api_server_count: int = option(1, minimum=1, maximum=MAX_FRONT_ENDS)
+    api_key: tuple[str, ...] = option(())
+    operator_key: tuple[str, ...] = option(())
+    allowed_origins: tuple[str, ...] = option((), json=True)
+    allowed_methods: tuple[str, ...] = option((), json=True)
+    allowed_headers: tuple[str, ...] = option((), json=True)
+    allow_credentials: bool = option(False)
+    ssl_certfile: str | None = option(None)
+    ssl_keyfile: str | None = option(None)
+    ssl_ca_certs: str | None = option(None)
+    ssl_cert_reqs: int = option(0, choices=(0, 1, 2))
+    unknown_fields: str = option("refuse", choices=("refuse", "ignore"))
+    max_queue: int = option(1024, minimum=1)
+    max_body_bytes: int = option(32 * 2**20, size=True, minimum=1)
+    max_answer_bytes: int = option(64 * 2**20, size=True, minimum=2**16)
+    max_answers_bytes: int = option(256 * 2**20, size=True, minimum=2**16)
+    tool_call_parser: str = option("auto", choices=tuple(_PARSERS["tool_call_parser"]))
+    reasoning_parser: str = option("auto", choices=tuple(_PARSERS["reasoning_parser"]))
+    repetition_detection: bool = option(False)
+    moderation: str | None = option(None)
+    moderation_words: str | None = option(None)
+    moderation_prompt: bool = option(False)
+    moderation_timeout: float = option(5.0, minimum=0.01)
+    when_asleep: str = option("wait", choices=("wait", "refuse", "wake"))
+    shutdown_timeout: float = option(30.0, minimum=0.0)
+    supervise: bool = option(False)
+    log_format: str = option("text", choices=("text", "json"))
+    tenant_by: str = option("auto", choices=("auto", "key", "user", "adapter"))
+    prefix_sharing: str = option("key", choices=("key", "all"))
 
-    allow_runtime_lora_updating: bool = option(
-        False, "allow loading and unloading adapters with POST /v1/load_lora_adapter and /v1/unload_lora_adapter"
-    )
+    allow_runtime_lora_updating: bool = option(False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -648,20 +473,12 @@ class ServerConfig:
 class AdapterConfig:
     """LoRA adapters that are served with the model."""
 
-    enable_lora: bool = option(
-        False, "let requests name LoRA adapters, which are served side by side", technique="lora"
-    )
-    lora_modules: tuple[str, ...] = option(
-        (), "adapters by name, as PEFT directories; turns --enable-lora on", metavar="NAME=PATH"
-    )
-    lora_dir: str | None = option(
-        None, "directory of adapters, each named after its subdirectory; turns --enable-lora on", metavar="FOLDER"
-    )
-    max_loras: int | None = option(None, "maximum number of adapters in one step; default: by memory", minimum=1)
-    max_lora_rank: int = option(
-        16, f"maximum rank of an adapter, up to {MOST_LORA_RANK}", minimum=1, maximum=MOST_LORA_RANK
-    )
-    max_cpu_loras: int | None = option(None, "maximum number of adapters in host memory; default: by memory", minimum=1)
+    enable_lora: bool = option(False, technique="lora")
+    lora_modules: tuple[str, ...] = option(())
+    lora_dir: str | None = option(None)
+    max_loras: int | None = option(None, minimum=1)
+    max_lora_rank: int = option(16, minimum=1, maximum=MOST_LORA_RANK)
+    max_cpu_loras: int | None = option(None, minimum=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
