@@ -21,6 +21,7 @@ from headrace.errors import ConfigError, EngineDead
 from headrace.kernels.candidate import Candidate
 from headrace.kernels.linear.packed import activated_linear, packed_fused_linear
 from headrace.kernels.linear.reference import fused_linear
+from headrace.kernels.sampling.reference import greedy_tokens
 from headrace.models.decoder import Decoder
 from headrace.parallel import ranks
 from headrace.processes import child
@@ -78,7 +79,16 @@ def assert_near(found: Steps, wanted: Steps) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_every_family_compute_what_one_does(family: Family, size: int) -> None:
     """With 4 ranks KV heads are copied."""
-    for found in together(size, lambda group: steps_of(load_share(family.folder, group))):
+
+    def run(group: ThreadGroup) -> Steps:
+        decoder = load_share(family.folder, group)
+        hidden = torch.randn(5, decoder.spec.hidden_size, generator=torch.Generator().manual_seed(size))
+        peaks, tokens = decoder.logits(hidden).max(-1)
+        found = decoder.greedy(hidden, greedy_tokens)
+        assert torch.equal(found[0], peaks) and torch.equal(found[1], tokens)
+        return steps_of(decoder)
+
+    for found in together(size, run):
         assert_near(found, family.wanted)
 
 

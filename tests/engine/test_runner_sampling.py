@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -282,10 +283,9 @@ def test_a_draw_for_all_rows_picks_what_each_would_get_alone(company: list[float
         sampler, how = Sampler(rows, Kernels(torch.device("cpu"))), draw_of(rows.traits[at])
         assert how is list(Draw)[len(company)]
         if whole:
-            ring = torch.zeros(1, 4, 2, dtype=torch.int32)
-            sampler.draw(
-                logits, torch.from_numpy(at), torch.from_numpy(places), how, ring, torch.ones(1, dtype=torch.int32)
-            )
+            ring, turn = torch.zeros(1, 4, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+            head = SimpleNamespace(logits=lambda hidden: hidden, greedy=lambda hidden, largest: largest(hidden))
+            sampler.draw(head, logits, torch.from_numpy(at), torch.from_numpy(places), how, ring, turn)
             picked = ring[0]
         else:
             picked = sampler.sample(logits.float(), SampleBatch(at, places, np.arange(4, dtype=np.int32))).picked

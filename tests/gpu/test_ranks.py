@@ -123,18 +123,21 @@ def test_replicas_that_hand_over_keys_say_what_the_cpu_says(judge: Judge) -> Non
                 judge.check(prompt, asked, found)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("longest", [40, 900, 1900, 3000])
 def test_sums_that_take_in_what_stands_behind_them_change_no_more_than_bfloat16_does(
-    tmp_path: Path, longest: int
+    tmp_path: Path, longest: int, ranks: int
 ) -> None:
     """Scores of tokens that a model is made to write, in steps of up to 16 rows, by products as large as those that have
     kernels of their own: as near to float32 as without, and as on one card. Long prompts' sums are norms, too, in one
     launch, or in chunks that are sent while others are computed, in a graph or not."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} cards")
     sizes = {
         "hidden_size": 2048,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
+        "intermediate_size": 2048 * ranks,
+        "num_attention_heads": 8 * ranks,
+        "num_key_value_heads": 4 * ranks,
         "head_dim": 128,
         "max_position_embeddings": 4096,
     }
@@ -153,7 +156,7 @@ def test_sums_that_take_in_what_stands_behind_them_change_no_more_than_bfloat16_
 
     halves: dict[str, Any] = {"dtype": "bfloat16"}
     exact, alone = scores(None), scores(True, **halves)
-    two: dict[str, Any] = {**halves, "tensor_parallel_size": 2}
+    two: dict[str, Any] = {**halves, "tensor_parallel_size": ranks}
     on, off = scores(True, **two), scores(False, **two, technique={"fused_sums": False})
 
     def apart(found: list[float]) -> float:

@@ -25,7 +25,7 @@ from headrace.config import Decision, DeviceConfig, EngineConfig
 from headrace.engine import assembly
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
-from headrace.kernels.sums.reference import Normed, Onto, normed, onto
+from headrace.kernels.sums.reference import Normed, Onto, best_of, normed, onto
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
@@ -58,6 +58,12 @@ class ThreadGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
         return x.copy_(sum(self._everybodys(x)[1:], start=self._last[0]))
+
+    def all_reduce_product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return self.all_reduce(torch.cat([product(each) for each in x.split(13)]))
+
+    def all_reduce_best(self, peaks: Tensor, places: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        return best_of(self.all_gather_stacked(peaks), self.all_gather_stacked(places + first))
 
     def max_onto_rows(self, width: int, dtype: torch.dtype) -> int:
         return self.rows_onto

@@ -259,6 +259,9 @@ class SlotDecoder:
         self.most_logits = max(self.most_logits, len(hidden))
         return slot_logits(hidden)
 
+    def greedy(self, hidden: Tensor, largest: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        return largest(self.logits(hidden))
+
 
 def slot_logits(hidden: Tensor) -> Tensor:
     mixed = (hidden * 2654435761 + torch.arange(VOCAB) * 40503 + 12345) % 1000003
@@ -308,6 +311,7 @@ class SlotHead:
         return carried.clone()
 
     logits = staticmethod(lambda hidden: slot_logits(hidden))
+    greedy = staticmethod(lambda hidden, largest: largest(slot_logits(hidden)))
 
     def megakernel_context(self, rows: int, block_size: int) -> int:
         return 0

@@ -154,7 +154,8 @@ class Linear(nn.Module):
         takes = self._onto is not None and all(form.multiplies_inputs for form in site.formats)
         self._onto_normed = group.all_reduce_normed if takes and group is not None else None
         self._in_chunks = not site.formats  # codes would be widened for each chunk
-        self._sum = context.group.all_reduce if context.group is not None and site.split is Split.ROW else None
+        self._sum = context.group.all_reduce if context.group is not None and row else None
+        self._sum_of = context.group.all_reduce_product if context.group is not None and row else None
         if activation is not None:
             self._act = context.kernels.choose(GATED_ACTIVATION if site.gated else ACTIVATION, Facts(context.dtype))
         self.register_parameter("weight", None if site.formats else empty_parameter(context, site.outs, site.ins))
@@ -380,16 +381,17 @@ class Linear(nn.Module):
             stream.sum, stream.scaled, stream.squares = self._onto(y, stream.sum, following.scale)
             return
         delta, fuses = self._adapted(stream.adapters), self._fused is not None and stream.takes_norms
-        splits = self._onto_normed is None or (self._in_chunks and delta is None)
-        given = (self._apply_weight, x) if splits else (_itself, self.forward(x, stream.adapters))
-        if self._onto_normed is not None:
-            found = self._onto_normed(*given, stream.sum, following.scale, following.eps)
-            if found is not None:
-                stream.sum, stream.ready = found
-                return
+        if self._sum_of is not None:
+            splits = self._in_chunks and delta is None
+            given = (self._apply_weight, x) if splits else (_itself, self.forward(x, stream.adapters))
+            ahead = self._onto_normed and self._onto_normed(*given, stream.sum, following.scale, following.eps)
+            if ahead is not None:
+                stream.sum, stream.ready = ahead
+            else:
+                stream.pending = self._sum_of(*given)
+            return
         if not fuses and (self._added is None or not stream.takes_sums):
-            y = self.forward(x, stream.adapters) if splits else given[1]
-            stream.pending = y if self._sum is None else self._sum(y)
+            stream.pending = self.forward(x, stream.adapters)
             return
         if delta is not None and stream.adapters is not None:
             if not delta.adds_only:

@@ -6,7 +6,7 @@ checkpoint tensors (families.py, weight_rules.py), loading, batching, sampling.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -360,6 +360,21 @@ class Decoder(nn.Module):
         logits = self.head.forward(hidden, adapters)
         if self._group is not None:
             logits = self._group.all_gather(logits, self.spec.vocab_size)
+        return self._capped(logits)
+
+    def greedy(self, hidden: Tensor, largest: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """As ``largest`` (greedy_tokens) of all logits. Ranks look each at its own, and send no more than what they
+        found."""
+        if self._group is None or self.head is None:
+            return largest(self.logits(hidden))
+        outs, rest = self.head.site.outs, self.spec.vocab_size - self.head.site.outs * (self._group.size - 1)
+        if rest <= 0:  # the last rank has none
+            return largest(self.logits(hidden))
+        own = self._capped(self.head.forward(hidden))
+        peaks, tokens = largest(own[:, :rest] if self._group.rank == self._group.size - 1 else own)
+        return self._group.all_reduce_best(peaks.float(), tokens, self._group.rank * outs)
+
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 

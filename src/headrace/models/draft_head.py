@@ -5,7 +5,7 @@ What lives here: the module. What may not: layouts and names (heads.py), rows an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -124,6 +124,10 @@ class DraftHead(nn.Module):
         if self._targets is None:
             return own
         return own.new_full((len(own), self.spec.target_vocab), float("-inf")).index_copy_(1, self._targets, own)
+
+    def greedy(self, hidden: Tensor, largest: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """As a decoder's."""
+        return largest(self.logits(hidden))
 
     def _begun(self, token_ids: Tensor, carried: Tensor) -> tuple[Stream, Tensor]:
         """The residual stream, and what q, k and v are made of."""

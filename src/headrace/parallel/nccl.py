@@ -28,7 +28,7 @@ from torch import Tensor
 from headrace.errors import ConfigError, EngineDead
 from headrace.kernels.build.driver import DriverError
 from headrace.kernels.build.nvrtc import CompileError
-from headrace.kernels.sums.reference import Normed, Onto, onto
+from headrace.kernels.sums.reference import Normed, Onto, best_of, onto
 from headrace.parallel.group import GlooGroup, side_by_side
 from headrace.parallel.one_device import OneDevice
 from headrace.parallel.one_shot import OneShot, most_rows
@@ -46,6 +46,7 @@ _TYPES = {
     torch.bfloat16: 9,
 }
 _SUM, _MIN = 0, 3
+_CHUNK_ROWS, _CHUNKS = 512, 4  # summed while others are computed: at least so many, in about so many turns
 _CALL_SECONDS = 0.5  # for a call to return, unless the device's queue is full
 _SIOCGIFADDR = 0x8915  # of netdevice(7): an interface's IPv4 address
 
@@ -130,10 +131,11 @@ class Communicator:
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
-    def all_reduce(self, x: Tensor, how: int = _SUM) -> Tensor:
-        assert x.is_contiguous()
-        self._call(self._library.ncclAllReduce, x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], how)
-        return x
+    def all_reduce(self, x: Tensor, how: int = _SUM, out: Tensor | None = None) -> Tensor:
+        out = x if out is None else out
+        assert x.is_contiguous() and out.is_contiguous()
+        self._call(self._library.ncclAllReduce, x.data_ptr(), out.data_ptr(), x.numel(), _TYPES[x.dtype], how)
+        return out
 
     def _call(self, function: Any, *what: int) -> None:
         with self._calls:
@@ -254,6 +256,35 @@ class NCCLGroup:
             return self._one_shot.add(x, comm.stream)
         return comm.all_reduce(x)
 
+    def all_reduce_product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Chunk by chunk beside the next one's product, where rows are many."""
+        comm, rows = self.connected(), len(x)
+        if rows < 2 * _CHUNK_ROWS or isinstance(comm, OneDevice):
+            return self.all_reduce(product(x))
+        self.comm_ops += 1
+        main, side = torch.cuda.current_stream(self._device), self._beside()
+        each = max(_CHUNK_ROWS, -(-rows // (_CHUNKS * 128)) * 128)
+        held = [product(x[:each])]
+        whole = held[0].new_empty(rows, held[0].shape[1])
+        for start in range(0, rows, each):
+            if start:
+                held.append(product(x[start : start + each]))
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                comm.all_reduce(held[-1], out=whole[start : start + each])
+        main.wait_stream(side)  # before anybody takes the memory of what was sent
+        return whole
+
+    def _beside(self) -> torch.cuda.Stream:
+        self._side = self._side or torch.cuda.Stream(self._device, priority=-1)
+        return self._side
+
+    def all_reduce_best(self, peaks: Tensor, places: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        comm = self._meet()
+        if self._one_shot is not None:
+            return self._one_shot.best(peaks, places, first, comm.stream)
+        return best_of(comm.all_gather_stacked(peaks), comm.all_gather_stacked(places + first))
+
     def max_onto_rows(self, width: int, dtype: torch.dtype) -> int:
         """Before it is known whether they come in one shot: they would be these."""
         return most_rows(self.size, width, dtype) if self._takes_onto else 0
@@ -284,7 +315,7 @@ class NCCLGroup:
         if (
             comm.all_reduce_min(int(made is not None))
             and made is not None
-            and comm.all_reduce_min(int(made.agrees(comm.all_reduce, comm.stream)))
+            and comm.all_reduce_min(int(made.agrees(comm.all_reduce, comm.all_gather_stacked, comm.stream)))
         ):
             self._one_shot, self.backend = (
                 made,
@@ -305,7 +336,7 @@ class NCCLGroup:
         the next. (Memory that another stream is recorded for stays taken until the device has come so far, and a host
         that is many layers ahead runs out of it.)"""
         comm = self._meet()
-        self._side = side = self._side or torch.cuda.Stream(self._device, priority=-1)
+        side = self._beside()
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):

@@ -1,5 +1,5 @@
 """Sums over GPUs that reach each other's memory (kernels/sums/one_shot.cu): of few bytes in one launch; of two ranks'
-many rows in chunks, which copy engines carry while the next chunk is computed.
+many rows in chunks, which copy engines carry while the next chunk is computed; and the largest of what ranks have.
 
 What lives here: the inboxes, their addresses at other ranks, launches, copies, a trial at the start. What may not: the
 kernel, other ways to sum (nccl.py).
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from headrace.kernels.build import nvrtc
 from headrace.kernels.build.driver import DriverError, Module
-from headrace.kernels.sums.reference import Normed, Onto, normed, onto
+from headrace.kernels.sums.reference import Normed, Onto, best_of, normed, onto
 
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _THREADS = 256
-_LINES = 2**18  # of 16 bytes each, that a rank sends in one call to all others: as many as threads fit on the device
+_LINES = 2**18  # of 16 bytes each, that a rank sends in one call to all others, in one shot: as many as threads fit
 _LINES_A_ROW = 1024  # that is normed, by as many threads
 _CHUNK_BYTES, _CHUNKS = 2**24, 4  # of rows that are sent while others are computed
 _CHUNK_ROWS = 2048  # at most: products of fewer rows are as fast, and what is sent last is waited for
@@ -29,7 +29,7 @@ _HANDLE_BYTES = 64
 _PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _TRIALS = (8, 4096, 40_000, 262_144)  # elements
 _ONTO_TRIALS = ((1, 8), (3, 1280), (1, 4096), (17, 5120))  # rows, width
-_NORMED_TRIALS = ((1, 8), (3, 1280), (129, 4096), (17, 8192))
+_NORMED_TRIALS = ((1, 8), (3, 1280), (129, 4096), (256, 8192))
 _CHUNKED_TRIALS = ((1024, 4096), (9000, 1280), (1023, 8192), (8, 8))
 Gather = Callable[[Tensor, int], Tensor]
 
@@ -60,11 +60,13 @@ class OneShot:
         self.lines = _LINES // (size - 1)
         device = torch.cuda.current_device()
         text = nvrtc.source("sums/one_shot.cu")
-        modules = {dtype: _module(text, size, number, self.lines, device) for dtype, number in _TYPES.items()}
+        modules = {dtype: _module(text, size, number, device) for dtype, number in _TYPES.items()}
         self._functions = {dtype: module.function("one_shot", 0) for dtype, module in modules.items()}
         self._onto = modules[torch.bfloat16].function("one_shot_onto", 0)  # as products that take in norms are
         self._normed = modules[torch.bfloat16].function("one_shot_normed", 0)
-        inbox = 2 * size * self.lines * 16
+        self._shared_out = modules[torch.bfloat16].function("two_shot_normed", 0) if size > 2 else None
+        self._best = modules[torch.bfloat16].function("one_shot_best", 0)
+        inbox = 2 * size * _LINES * 16
         driver, num_bytes = _driver(), inbox + (2 * _CHUNKS * _CHUNK_BYTES if size == 2 else 0)
         own, handle = c_uint64(), _Handle()
         _check(driver.cuMemAlloc_v2(byref(own), c_size_t(num_bytes)), "an inbox")
@@ -120,14 +122,11 @@ class OneShot:
         return x, scaled, squares
 
     def takes_normed(self, x: Tensor, rows: int, width: int) -> bool:
-        """Of so many rows, from those of ``x`` [rows, inner]: few in one launch; more in chunks, but in no graph: what
-        it sends to the same places whenever it is replayed has not been compared with NCCL's sums."""
+        """Of so many rows, from those of ``x`` [rows, inner]: few in one launch; of two ranks more, in chunks."""
         lines = width // 8
         if x.dtype is not torch.bfloat16 or width % 8 or lines > _LINES_A_ROW or not rows:
             return False
-        if rows * lines <= self.lines:
-            return True
-        return self._side is not None and not torch.cuda.is_current_stream_capturing()
+        return rows * lines <= _LINES or self._side is not None
 
     def add_normed(
         self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, scale: Tensor, eps: float
@@ -136,7 +135,7 @@ class OneShot:
         ``scale`` in bfloat16 or float32. Where ``takes_normed``."""
         total, y = torch.empty_like(residual), torch.empty_like(residual)
         rows, width = residual.shape
-        if rows * (width // 8) <= self.lines:
+        if rows * (width // 8) <= _LINES:
             self._add_up(product(x), residual, scale, total, y, eps, 0)
             return total, y
         assert self._side is not None
@@ -165,19 +164,31 @@ class OneShot:
     def _add_up(
         self, x: Tensor, residual: Tensor, scale: Tensor, total: Tensor, y: Tensor, eps: float, source: int
     ) -> None:  # [rows, width] each
-        """``source``: where the other rank's comes; 0: it comes into the inbox, from the same kernel."""
+        """``source``: where the other rank's comes; 0: all come into the inbox, from the same kernel."""
         stream = torch.cuda.current_stream(x.device).cuda_stream
         assert x.is_contiguous() and residual.is_contiguous()
         lines = x.shape[1] // 8
-        self._normed.launch(
+        kernel, come = (self._normed, (c_uint64(source),)) if self._shared_out is None else (self._shared_out, ())
+        kernel.launch(
             len(x), -(-lines // 32) * 32, stream, self._inboxes, *(c_void_p(each.data_ptr()) for each in (x, residual, scale, total, y)),
-            c_uint64(source), c_void_p(self._state.data_ptr()), c_void_p(self._stop.data_ptr()), c_int(lines),
+            *come, c_void_p(self._state.data_ptr()), c_void_p(self._stop.data_ptr()), c_int(lines),
             c_float(eps), c_int(scale.dtype == torch.float32), c_int(self._rank), pdl=True,
         )  # fmt: skip
 
-    def agrees(self, other: Callable[[Tensor], Tensor], stream: int) -> bool:
-        """Whether sums are those of ``other``: of whole numbers, which no order of adding changes."""
-        good = True
+    def best(self, peaks: Tensor, places: Tensor, first: int, stream: int) -> tuple[Tensor, Tensor]:
+        """As Group has it, in place; of up to ``lines`` rows."""
+        assert peaks.dtype is torch.float32 and places.dtype is torch.int64 and len(peaks) <= self.lines
+        at = (peaks, places, self._state, self._stop)
+        self._best.launch(
+            -(-len(peaks) // _THREADS), _THREADS, stream, self._inboxes, *(c_void_p(each.data_ptr()) for each in at),
+            *map(c_int, (len(peaks), first, self._rank)), pdl=True,
+        )  # fmt: skip
+        return peaks, places
+
+    def agrees(self, other: Callable[[Tensor], Tensor], stack: Callable[[Tensor], Tensor], stream: int) -> bool:
+        """Whether sums are those of ``other``: of whole numbers, which no order of adding changes; and the largest are
+        those of what ``stack`` gathers."""
+        good = self._agrees_best(stack, stream)
         for dtype in _TYPES:
             for turn, count in enumerate(2 * _TRIALS):
                 seeded = torch.Generator(device=self._state.device).manual_seed(self._rank * 100 + turn)
@@ -213,6 +224,13 @@ class OneShot:
         found = self.add_normed(torch.clone, x, residual, scale.float() if turn % 2 else scale, 1e-5)
         return torch.equal(found[0], total) and torch.allclose(found[1], y, rtol=2**-6)
 
+    def _agrees_best(self, stack: Callable[[Tensor], Tensor], stream: int) -> bool:
+        peaks = self._drawn(300, seed=3000 + self._rank).float()
+        places = torch.arange(300, device=peaks.device)
+        told = best_of(stack(peaks), stack(places + 500 * self._rank))
+        found = self.best(peaks, places, 500 * self._rank, stream)
+        return all(torch.equal(*each) for each in zip(found, told, strict=True))
+
     def stop(self) -> None:
         """From any thread: nobody is waited for any more."""
         self._stop.fill_(1)
@@ -229,6 +247,6 @@ def chunk_rows(rows: int, row_bytes: int) -> int:
     return min(most, -(-max(-(-rows // _CHUNKS), _CHUNK_ROWS // 2) // 128) * 128)
 
 
-def _module(text: str, size: int, number: int, lines: int, device: int) -> Module:
-    options = ("-arch=sm_90a", f"-DSIZE={size}", f"-DTYPE={number}", f"-DTHREADS={_THREADS}", f"-DMOST={lines}")
+def _module(text: str, size: int, number: int, device: int) -> Module:
+    options = ("-arch=sm_90a", f"-DSIZE={size}", f"-DTYPE={number}", f"-DTHREADS={_THREADS}", f"-DMOST={_LINES}")
     return Module(nvrtc.build(text, options), device)

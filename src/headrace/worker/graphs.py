@@ -399,9 +399,8 @@ class DecodeGraphs:
         columns, ahead = self._columns(bucket), self._recorder.ahead
         # A row of no sequence has context 0, and no token is ever stored there.
         place = columns[_CONTEXT] + ahead * (columns[_CONTEXT] > 0).int() if ahead else columns[_CONTEXT]
-        mailbox = self._mailbox
-        logits = self._recorder.decoder.logits(hidden)
-        self._sampler.draw(logits, columns[_ROW], place, how, mailbox.outward, mailbox.turn)
+        mailbox, decoder = self._mailbox, self._recorder.decoder
+        self._sampler.draw(decoder, hidden, columns[_ROW], place, how, mailbox.outward, mailbox.turn)
 
     def _capture(self, bucket: int) -> None:
         decoder = self._recorder.decoder

@@ -10,9 +10,10 @@ Everything the host decides here follows from plans and requests; no device valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,6 +61,14 @@ class Draw(IntEnum):
     GREEDY = 0
     RANDOM = 1  # some rows have a temperature
     FILTERED = 2  # some of those have top-k, top-p or min-p
+
+
+class Head(Protocol):
+    """What a decoder has behind its last norm."""
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def greedy(self, hidden: Tensor, largest: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]: ...
 
 
 def draw_of(traits: Ints) -> Draw | None:
@@ -122,14 +131,17 @@ class Sampler:
             self._count(tokens, batch, traits)
         return Samples(picked, scores)
 
-    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, how: Draw, ring: Tensor, turn: Tensor) -> None:
-        """One token for each row of ``logits`` [n, vocab], of any float type, written into ``rows`` [n] int32 at
-        ``positions`` [n] int32, and for the host into ``ring`` (see ``store_tokens``). Decides nothing on the host, so
-        that it can be captured.
+    def draw(
+        self, head: Head, hidden: Tensor, rows: Tensor, positions: Tensor, how: Draw, ring: Tensor, turn: Tensor
+    ) -> None:
+        """One token for each row of ``hidden`` [n, hidden], written into ``rows`` [n] int32 at ``positions`` [n] int32,
+        and for the host into ``ring`` (see ``store_tokens``). Decides nothing on the host, so that it can be captured.
         """
-        logits = logits if how is Draw.GREEDY else logits.float()  # the largest is the same one
-        peak, tokens = self._greedy(logits)
-        if how is not Draw.GREEDY:
+        if how is Draw.GREEDY:
+            peak, tokens = head.greedy(hidden, self._greedy)  # in any float type the largest is the same one
+        else:
+            logits = head.logits(hidden).float()
+            peak, tokens = self._greedy(logits)
             temperature = self._rows.float_params(rows.long())[:, _FLOAT["temperature"]]
             drawn = self._pick_group(logits, peak, rows.long(), positions.long(), how is Draw.FILTERED)
             tokens = torch.where(temperature > 0.0, drawn, tokens)

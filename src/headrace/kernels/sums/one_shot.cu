@@ -11,6 +11,8 @@
 // bytes. With what stands between two products of a layer:
 //   one_shot_onto:    total = round(sum + residual), scaled = total ⊙ scale, squares = partial sums of total², as kernels/linear/triton_flat.py
 //   one_shot_normed:  total, y = total / sqrt(mean(total²) + eps) ⊙ scale
+//   two_shot_normed:  the same where a row's total is one rank's work, who tells the others: less to send among more than two ranks
+// one_shot_best: the largest of what ranks have, and whose it is.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct Inboxes { u64 at[SIZE]; };
@@ -180,6 +182,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) one_shot_onto(const __g
   finish(state, call);
 }
 
+// A line of the norm, by the squares of all threads' lines.
+__device__ __forceinline__ void norm(float (&total)[8], float square, const float (&by)[8], uint4 *y, int i, bool any, int lines, float eps) {
+  const float by_root = rsqrtf(everybodys(square, blockDim.x / 32) / (8 * lines) + eps);
+  if (any) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) total[j] = total[j] * by_root * by[j];
+    y[i] = packed(total);
+  }
+}
+
 // A program takes a row, a thread a line of it. from: where the other rank's x comes by itself, of two; 0: it is sent by this kernel of its.
 extern "C" __global__ void __launch_bounds__(1024) one_shot_normed(const __grid_constant__ Inboxes to, const uint4 *x, const uint4 *residual, const void *scale, uint4 *total,
     uint4 *y, u64 from, u32 *state, const u32 *stop, int lines, float eps, int wide, int rank) {
@@ -205,12 +217,56 @@ extern "C" __global__ void __launch_bounds__(1024) one_shot_normed(const __grid_
     total[i] = onto(sum, before);
     square = squared(sum);
   }
-  const float by_root = rsqrtf(everybodys(square, blockDim.x / 32) / (8 * lines) + eps);
-  if (column < lines) {
-#pragma unroll
-    for (int j = 0; j < 8; j++) sum[j] = sum[j] * by_root * by[j];
-    y[i] = packed(sum);
-  }
+  norm(sum, square, by, y, i, column < lines, lines, eps);
   if (!from) finish(state, call);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) two_shot_normed(const __grid_constant__ Inboxes to, const uint4 *x, const uint4 *residual, const void *scale, uint4 *total,
+    uint4 *y, u32 *state, const u32 *stop, int lines, float eps, int wide, int rank) {
+  const int owner = blockIdx.x % SIZE, column = threadIdx.x, i = blockIdx.x * lines + column;
+  let_next_in();
+  float by[8], sum[8], square = 0;
+  if (column < lines) weights(scale, wide, column, by);
+  wait_for_before();
+  const u32 call = seen(state) + 1;
+  if (column < lines) {
+    uint4 line = x[i];
+    if (owner == rank) {
+      const uint4 before = residual[i];
+      add_up(to, line, i, call, stop, rank, sum);
+      line = onto(sum, before);
+      send_to_all(to, line, i, call, rank);
+    } else {  // where a rank's parts of an owner's rows come, there its totals of its own do
+      send(to.at[owner] + place(call, rank, i), line);
+      line = received(to.at[rank] + place(call, owner, i), stop);
+      unpack(line, sum);
+    }
+    total[i] = line;
+    square = squared(sum);
+  }
+  norm(sum, square, by, y, i, column < lines, lines, eps);
+  finish(state, call);
+}
+
+// Of each row, in place; places of this rank count from ``first``. Of equal values the first rank's wins, and NaN over everything.
+extern "C" __global__ void __launch_bounds__(THREADS) one_shot_best(const __grid_constant__ Inboxes to, float *peaks, u64 *places, u32 *state, const u32 *stop, int rows, int first, int rank) {
+  let_next_in();
+  wait_for_before();
+  const u32 call = seen(state) + 1;
+  const int i = blockIdx.x * THREADS + threadIdx.x;
+  if (i < rows) {
+    const uint4 own = make_uint4(__float_as_uint(peaks[i]), (u32)places[i] + first, 0, 0);
+    send_to_all(to, own, i, call, rank);
+    float best = 0;
+    u32 at = 0;
+#pragma unroll
+    for (int other = 0; other < SIZE; other++) {
+      const uint4 line = other == rank ? own : received(to.at[rank] + place(call, other, i), stop);
+      const float peak = __uint_as_float(line.x);
+      if (other == 0 || peak > best || peak != peak) best = peak, at = line.y;
+    }
+    peaks[i] = best, places[i] = at;
+  }
+  finish(state, call);
 }
 #endif

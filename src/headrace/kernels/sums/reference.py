@@ -1,10 +1,11 @@
-"""What sums over ranks do between two products of a layer, beside adding up: the twins.
+"""What sums over ranks do between two products of a layer, beside adding up, and the largest of all ranks: the twins.
 
 What lives here: these, in plain torch. What may not: who meets whom (parallel/), kernels.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from headrace.kernels.norm.reference import rms_norm
@@ -28,3 +29,10 @@ def normed(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Normed:
     """total = x + residual, and the RMS norm of it. Shapes as ``onto`` has them."""
     y, total = rms_norm(x, scale, eps, residual)
     return total, y
+
+
+def best_of(peaks: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the largest peak and its place: of ``peaks`` and ``places``, [ranks, rows] each; of equal ones the
+    first rank's, and of a NaN any."""
+    best, rank = torch.max(peaks, 0)
+    return best, places.gather(0, rank[None])[0]
