@@ -289,6 +289,8 @@ class DeviceConfig:
     cascade_attention: bool = switch(True)
     one_shot_sums: bool = switch(True)
     fused_sums: bool = switch(True)
+    sequence_parallel: bool | None = switch(None)
+    expert_dispatch: bool | None = switch(None)
     unified_maximum: bool = switch(False)
     programmatic_launch: bool = switch(True)
     prompt_graphs: bool = switch(True)

@@ -22,6 +22,7 @@ from headrace.kernels.candidate import Candidate
 from headrace.kernels.linear.packed import activated_linear, packed_fused_linear
 from headrace.kernels.linear.reference import fused_linear
 from headrace.kernels.sampling.reference import greedy_tokens
+from headrace.layers.shared_rows import Sharing
 from headrace.models.decoder import Decoder
 from headrace.parallel import ranks
 from headrace.processes import child
@@ -38,6 +39,7 @@ WHOLE_FORMATS = (  # whose inputs' rounding, if any, does not depend on the spli
 )  # fmt: skip
 SPARSE = ("qwen3-moe", "qwen3-moe-mixed", "mixtral")
 EVERY = (*adapters.LLAMA, "embed_tokens", "lm_head")
+SHARED = {"sequence_parallel": True, "expert_dispatch": True}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -90,6 +92,18 @@ def test_ranks_of_every_family_compute_what_one_does(family: Family, size: int) 
 
     for found in together(size, run):
         assert_near(found, family.wanted)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_that_share_rows_out_compute_what_one_does(family: Family, size: int) -> None:
+    """Of steps of 5 rows and more, which no number of ranks divides."""
+
+    def run(group: ThreadGroup) -> tuple[Steps, int]:
+        return steps_of(load_share(family.folder, group, sharing=Sharing(5))), group.scattered
+
+    for found, scattered in together(size, run):
+        assert_near(found, family.wanted)
+        assert scattered >= 2 * (2 * family.alone.spec.num_layers - 1)
 
 
 def folded(size: int, folder: Path) -> tuple[list[Steps], list[tuple[int, int]]]:
@@ -162,6 +176,22 @@ def test_ranks_of_whole_experts_compute_what_one_does(sparse: Family, tmp_path: 
 
         for found in together(size, run):
             assert_near(found, sparse.wanted)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_rows_that_go_to_their_experts_come_back_as_one_rank_says(sparse: Family, tmp_path: Path, size: int) -> None:
+    """Of an expert with copies it is not known where a row should go: all ranks compute all rows then."""
+    for path in (None, copies(tmp_path, sparse.alone.spec, size)):
+        device = DeviceConfig(tensor_parallel_size=size, enable_expert_parallel=True, expert_placement=path)
+
+        def run(group: ThreadGroup, device: DeviceConfig = device) -> tuple[Steps, int]:
+            sharing = Sharing(5, dispatched=20)
+            return steps_of(load_share(sparse.folder, group, device=device, sharing=sharing)), group.dispatched
+
+        layers = sum(layer.moe is not None for layer in sparse.alone.spec.layers)
+        for found, dispatched in together(size, run):
+            assert_near(found, sparse.wanted)
+            assert dispatched == (2 * layers if path is None else 0)
 
 
 def copies(folder: Path, spec: DecoderSpec, ranks: int) -> str:
@@ -265,7 +295,16 @@ def test_no_mode_of_two_ranks_changes_an_answer(model: str, oracle: modes.Oracle
 
 @pytest.mark.parametrize("model", ["mixtral"], indirect=True)
 def test_no_mode_of_two_ranks_of_whole_experts_changes_an_answer(model: str, oracle: modes.Oracle) -> None:
-    check(model, oracle, 3, 2, enable_expert_parallel=True)
+    """To which rows go, of steps of two or more."""
+    check(model, oracle, 3, 2, enable_expert_parallel=True, **SHARED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gemma2", "mixtral", "qwen3-moe-mixed"], indirect=True)
+@pytest.mark.parametrize("seed", range(500, 508))
+def test_no_mode_of_shared_rows_changes_an_answer_at_length(model: str, oracle: modes.Oracle, seed: int) -> None:
+    whole = "gemma2" not in model and seed % 3 > 0
+    check(model, oracle, seed, 2 + 2 * (seed % 2), 1 + seed // 4 % 2, enable_expert_parallel=whole, **SHARED)
 
 
 @pytest.mark.slow

@@ -35,6 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "eager, chunks of 33": {"enforce_eager": True, "max_num_batched_tokens": 33},
     "preempted, overlap 2": {"num_blocks": 24, "block_size": 16, "overlap": 2},
+    "rows shared out": {"sequence_parallel": True, "expert_dispatch": True},
+    "rows shared out, eager": {"sequence_parallel": True, "expert_dispatch": True, "enforce_eager": True},
 }
 # tensor, pipeline, context parallel
 LAYOUTS = {

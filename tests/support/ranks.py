@@ -26,6 +26,7 @@ from headrace.engine import assembly
 from headrace.kernels import Kernels
 from headrace.kernels.inputs import ForwardInputs
 from headrace.kernels.sums.reference import Normed, Onto, best_of, normed, onto
+from headrace.layers.shared_rows import NONE_SHARED, Sharing
 from headrace.models import families
 from headrace.models.checkpoint import SafetensorsCheckpoint
 from headrace.models.decoder import Decoder
@@ -54,6 +55,7 @@ class ThreadGroup:
         self._shelf, self._barrier = shelf, barrier
         self.rows_onto, self.folded = 24, 0  # as where a hidden state is long: fewer than a product takes
         self.rows_normed, self.normed = 60, 0
+        self.scattered = self.dispatched = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -90,8 +92,18 @@ class ThreadGroup:
         found = self.all_gather_stacked(x)
         return lambda: found
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return torch.stack([each[self.rank] for each in self._everybodys(x)])
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self.scattered += 1
+        return self.all_reduce(x.clone()).chunk(self.size)[self.rank]
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
+        if not sends:
+            return torch.stack([each[self.rank] for each in self._everybodys(x)])
+        self.dispatched += 1
+        sizes = self._everybodys(torch.tensor(sends))
+        parts = [each.split(size.tolist())[self.rank] for each, size in zip(self._everybodys(x), sizes, strict=True)]
+        assert [len(each) for each in parts] == list(receives)
+        return torch.cat(parts)
 
     def coalesced(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -262,14 +274,18 @@ class Staged:
 
 
 def load_share(
-    folder: Path, group: ThreadGroup, *, max_model_len: int = 64, device: DeviceConfig | None = None
+    folder: Path,
+    group: ThreadGroup,
+    *,
+    max_model_len: int = 64,
+    device: DeviceConfig | None = None,
+    sharing: Sharing = NONE_SHARED,
 ) -> Decoder:
     """As ``load_decoder``, what one rank holds of it. ``device``: where ranks hold whole experts."""
     whole = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     mine = share(whole, group.size, None if device is None else held_experts(whole, device, group.rank))
-    decoder = Decoder(
-        mine, kernels=Kernels(CPU), dtype=torch.float32, device=CPU, max_model_len=max_model_len, group=group
-    )
+    how: dict[str, Any] = {"kernels": Kernels(CPU), "dtype": torch.float32, "device": CPU, "sharing": sharing}
+    decoder = Decoder(mine, max_model_len=max_model_len, group=group, **how)
     checkpoint = SafetensorsCheckpoint(folder)
     load_weights(
         decoder, checkpoint, weight_rules(mine, cuts(whole, mine, group.rank)), ignored_keys(mine), torch.float32

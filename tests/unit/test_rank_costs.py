@@ -10,7 +10,16 @@ import pytest
 
 from headrace.config import DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace.cost.cost_model import StepLoad
-from headrace.cost.links import MOST_PASSED, KeyTraffic, Link, key_traffic_of, traffic_of
+from headrace.cost.links import (
+    HOST_WAIT,
+    MOST_PASSED,
+    KeyTraffic,
+    Link,
+    dispatched_rows,
+    key_traffic_of,
+    shared_rows,
+    traffic_of,
+)
 from headrace.errors import ConfigError
 from headrace.parallel.context import KeyShare
 from headrace.parallel.shares import share
@@ -30,6 +39,13 @@ def test_what_is_sent_is_what_is_counted_by_hand() -> None:
     assert traffic.seconds(EXACT, 3, 2) == (16.0 + 1.88, 1.88) and traffic.seconds(EXACT, 0, 0) == (0.0, 0.0)
     assert traffic_of(replace(TINY, ranks=4), 2.0).seconds(EXACT, 1, 0)[1] == 1.5 * 7 * 8 / 100
     assert traffic_of(TINY, 2.0).seconds(EXACT, 3, 2) == (0.0, 0.0)
+
+
+def test_rows_are_shared_out_where_what_is_saved_exceeds_a_meeting() -> None:
+    """A norm of 8 bytes a row moves 32; of 4 ranks each moves a quarter. Of 2 experts, 9 of 16 ranks have none."""
+    link = Link(bandwidth=100.0, latency=3.0)
+    assert shared_rows(link, 4, 8.0, bandwidth=1000.0) == 3 * 1000 / 24
+    assert dispatched_rows(link, 4, 8.0, 2) == -(-(3.0 + HOST_WAIT) * 100 // (2 * 0.75 * 8 * 9 / 16))
 
 
 def test_what_goes_to_the_keys_and_back_is_what_is_counted_by_hand() -> None:

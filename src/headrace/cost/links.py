@@ -10,6 +10,7 @@ side, (n - 1) / n · S. In one shot (parallel/one_shot.py) all goes to every oth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from headrace.spec import DecoderSpec
 
@@ -46,6 +47,22 @@ class Link:
         if small is not None and others * num_bytes <= small.most:
             return small.latency + others * (small.each + num_bytes / small.bandwidth)
         return self.latency + 2 * others / ranks * num_bytes / self.bandwidth
+
+
+HOST_WAIT = 50e-6  # seconds that a device loses where its host reads sizes in the middle of a step
+
+
+def shared_rows(link: Link, ranks: int, row_bytes: float, bandwidth: float) -> int:
+    """From how many rows of a step on ranks norm their share of them each (layers/shared_rows.py): a norm with its sum
+    reads two such rows and writes two, at a device's ``bandwidth``; a sum in two halves is one meeting more."""
+    return ceil(link.latency * bandwidth / (4 * row_bytes * (1 - 1 / ranks)))
+
+
+def dispatched_rows(link: Link, ranks: int, row_bytes: float, top_k: int) -> int:
+    """From how many on they go to the ranks of their experts alone, and back: what is not sent, for one more meeting and
+    a host that waits."""
+    spared = (1 - 1 / ranks) ** top_k  # of the ranks, where tokens pick experts evenly
+    return ceil((link.latency + HOST_WAIT) * link.bandwidth / (2 * (1 - 1 / ranks) * row_bytes * spared))
 
 
 @dataclass(frozen=True, slots=True)

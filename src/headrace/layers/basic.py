@@ -210,7 +210,7 @@ class Attention(nn.Module):
         wanted tokens alone from here on."""
         attended = self._attended(qkv, step)
         if step.wanted is not None:
-            stream.sum = stream.sum[step.wanted.tokens]
+            stream.narrow(step.wanted.tokens)
             if (order := step.wanted.order) is not None and self._keys is not None:
                 stream.sum = in_order(self._keys, stream.sum, order)  # as what was attended is already
             stream.adapters = None if stream.adapters is None else stream.adapters.wanted

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from headrace.kernels import Kernels
+from headrace.layers.shared_rows import NONE_SHARED, Sharing
 from headrace.parallel.group import Group
 from headrace.spec import KVFormat
 
@@ -22,7 +23,7 @@ class LayerContext:
     alone do. ``kv``: how the cache holds keys and values; None: in
     ``dtype``. ``group``: the ranks that share the model; ``keys``: those that share the keys; ``experts``
     (Survivors): those that hold other experts and may die; None: there is one.
-    ``weights``: "meta", where parameters get their memory later."""
+    ``sharing``: when ranks share rows out. ``weights``: "meta", where parameters get their memory later."""
 
     dtype: torch.dtype
     device: torch.device
@@ -34,6 +35,7 @@ class LayerContext:
     keys: Group | None = None
     experts: Any = None
     weights: torch.device | None = None
+    sharing: Sharing = NONE_SHARED
 
 
 def empty_parameter(context: LayerContext, *shape: int) -> nn.Parameter:

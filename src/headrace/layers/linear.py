@@ -35,7 +35,9 @@ from headrace.kernels.operations import (
 from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.delta import Delta
 from headrace.layers.packed import Piece, create_pieces
+from headrace.layers.shared_rows import SharedRows
 from headrace.layers.wide_copy import TakingTurns, fill, has_copy, least_rows
+from headrace.parallel.group import Group
 from headrace.sites import Role, Split, Weight
 from headrace.spec import Activation
 
@@ -58,6 +60,7 @@ class Stream:
     ``projected``: the norm that follows and the GEMM behind it, where whoever came last made them, too.
     ``takes_norms``, ``takes_sums``: GEMMs of this step take in norms and sums, or sums alone, where they have a
     kernel for it. ``post_norm``: what a norm gives is the stream from there on. ``adapters``: rows that adapters add to.
+    ``shared``: ``sum`` and ``pending`` are of this rank's rows alone.
     """
 
     sum: Tensor  # [tokens, hidden]
@@ -70,9 +73,19 @@ class Stream:
     squares: Tensor | None = None  # [pieces, tokens], float32: partial sums
     ready: Tensor | None = None  # [tokens, hidden]
     post_norm: bool = False
+    shared: SharedRows | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.sum) if self.shared is None else self.shared.rows
 
     def normed(self, norm: Norm) -> Tensor:
         """The norm of all that has been computed, which is added up then."""
+        x = self.normed_own(norm)
+        return x if self.shared is None else self.shared.gathered(x)
+
+    def normed_own(self, norm: Norm) -> Tensor:
+        """The same of the rows that the stream has here."""
         if self.ready is not None:
             x, self.ready = self.ready, None
             return x
@@ -89,6 +102,21 @@ class Stream:
         y, self.sum = product(x, norm.scale, norm.eps, residual)
         self.pending = None
         return y
+
+    def total(self, y: Tensor, ranks: Group | None) -> Tensor:
+        """Of what each of the ranks has of all rows: the sum, of those rows that the stream has here."""
+        if ranks is None:
+            return y
+        return ranks.all_reduce(y) if self.shared is None else self.shared.total(y)
+
+    def whole(self) -> Tensor:  # [tokens, hidden]
+        """All that has been computed, of all rows."""
+        x = self.sum if self.pending is None else self.sum + self.pending
+        return x if self.shared is None else self.shared.gathered(x)
+
+    def narrow(self, rows: Tensor) -> None:
+        """To these alone, which all ranks have. Behind a norm."""
+        self.sum, self.shared = (self.sum if self.shared is None else self.whole())[rows], None
 
     def add(self, y: Tensor, norm: Norm) -> None:
         """A result onto the sum at once. Where GEMMs take in norms, that before the next one is left half done, as
@@ -154,7 +182,7 @@ class Linear(nn.Module):
         takes = self._onto is not None and all(form.multiplies_inputs for form in site.formats)
         self._onto_normed = group.all_reduce_normed if takes and group is not None else None
         self._in_chunks = not site.formats  # codes would be widened for each chunk
-        self._sum = context.group.all_reduce if context.group is not None and row else None
+        self._ranks = group if row else None  # whose results are added up
         self._sum_of = context.group.all_reduce_product if context.group is not None and row else None
         if activation is not None:
             self._act = context.kernels.choose(GATED_ACTIVATION if site.gated else ACTIVATION, Facts(context.dtype))
@@ -341,7 +369,8 @@ class Linear(nn.Module):
             if delta is not None and stream.adapters is not None:
                 delta.add(y, x, stream.adapters, stream.squares, norm.eps)
             return y
-        if self._normed is not None and delta is None and stream.ready is None and self._many(stream):
+        apart = stream.ready is not None or stream.shared is not None
+        if self._normed is not None and delta is None and not apart and self._many(stream):
             y = stream.through(self._normed, norm)
             return (
                 y if self._act is None or self._activation is None or not activates else self._act(y, self._activation)
@@ -354,7 +383,7 @@ class Linear(nn.Module):
     def _many(self, stream: Stream) -> bool:
         """Whether there is no kernel that takes in more than a norm or an activation."""
         few = self._fused is not None or (self._onto is not None and stream.takes_norms)
-        return not few or len(stream.sum) > MOST_ROWS
+        return not few or stream.rows > MOST_ROWS
 
     def takes_activation(self, stream: Stream) -> bool:
         """Whether in this step the gated activation before it can be a part of it."""
@@ -371,8 +400,7 @@ class Linear(nn.Module):
 
     def activated_onto(self, stream: Stream, x: Tensor, kind: Activation) -> None:  # [tokens, 2 in]
         assert self._activated is not None, "asked for where it takes an activation in"
-        y = self._activated(x, kind)
-        stream.pending = y if self._sum is None else self._sum(y)
+        stream.pending = stream.total(self._activated(x, kind), self._ranks)
 
     def onto(self, stream: Stream, x: Tensor, following: Norm) -> None:  # [tokens, in]
         """``following``: the norm that the stream goes through next."""
@@ -384,6 +412,9 @@ class Linear(nn.Module):
         if self._sum_of is not None:
             splits = self._in_chunks and delta is None
             given = (self._apply_weight, x) if splits else (_itself, self.forward(x, stream.adapters))
+            if stream.shared is not None:
+                stream.pending = stream.shared.total(given[0](given[1]))
+                return
             ahead = self._onto_normed and self._onto_normed(*given, stream.sum, following.scale, following.eps)
             if ahead is not None:
                 stream.sum, stream.ready = ahead

@@ -19,6 +19,7 @@ from headrace.kernels.operations import FUSED_MOE, MOE, PACKED_MOE
 from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.packed import Piece, create_pieces
+from headrace.layers.shared_rows import Dispatch
 from headrace.sites import Role, Weight
 from headrace.spec import Activation, MoESpec
 
@@ -35,8 +36,11 @@ class SparseFeedForward(nn.Module):
         self.up, self.down = (_stacked(sites[role], context) for role in (Role.UP, Role.DOWN))
         self._spec = moe
         self._places = places_of(moe, context.device)
-        summing = context.group or context.experts
-        self._sum = None if summing is None else summing.all_reduce
+        self._ranks = context.group or context.experts  # whose results are added up
+        self._least = context.sharing.dispatched
+        self._dispatch: Dispatch | None = None
+        if context.group is not None and self._places is not None and self._least is not None:
+            self._dispatch = Dispatch(context.group, moe.top_k, (self._places >= 0).any(0))
         self._survivors, self._layer, self._device = context.experts, sites[Role.ROUTER].layer, context.device
         self._among = None if context.experts is None else context.experts.members  # that places are for
         self._activation = activation
@@ -88,11 +92,24 @@ class SparseFeedForward(nn.Module):
             given = x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation
             stream.sum, stream.scaled, stream.squares = self._fused(*given, epilogue)
             return
-        x, stream.scaled = stream.normed(norm), None
-        chosen = self.router.forward(x)
-        spec, places = self._spec, self._placed()
-        y = self._moe(x, chosen, self.up, self.down, spec.top_k, spec.renormalize, self._activation, places)
-        stream.pending = y if self._sum is None else self._sum(y)
+        stream.scaled = None
+        if self._dispatch is not None and self._dispatches(stream) and self._dispatch.possible():
+            x = stream.normed_own(norm)
+            stream.pending = self._dispatch.forward(x, self.router.forward(x), self._computed)
+            return
+        x = stream.normed(norm)
+        stream.pending = stream.total(self._computed(x, self.router.forward(x)), self._ranks)
+
+    def _computed(self, x: Tensor, router_logits: Tensor) -> Tensor:
+        """By the experts that are here."""
+        spec, how = self._spec, (self._activation, self._placed())
+        return self._moe(x, router_logits, self.up, self.down, spec.top_k, spec.renormalize, *how)
+
+    def _dispatches(self, stream: Stream) -> bool:
+        """Whether rows go to their experts in this step; no graph holds sizes that the host reads."""
+        if stream.shared is None or self._least is None or stream.rows < self._least:
+            return False
+        return not (stream.sum.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def takes_output(self, output: Linear) -> int:
         """Of how many rows ``forward_behind`` takes that GEMM in, at most."""

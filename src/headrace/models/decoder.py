@@ -27,6 +27,7 @@ from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.pooling import Pooled, Pooler
 from headrace.layers.rotary import rotary_table
+from headrace.layers.shared_rows import NONE_SHARED, SharedRows, Sharing
 from headrace.parallel.group import Group
 from headrace.quant import Format
 from headrace.sites import Role, Weight, head, is_plain, layer_matrices, matrices, weights
@@ -120,7 +121,7 @@ class Decoder(nn.Module):
     Created with memory for its parameters but no values: fill ``named_parameters()``, then call ``finish_loading``
     once. Raises ModelError for a spec that cannot be computed, ConfigError for a ``max_model_len`` that the model does
     not allow. ``kv``: how the cache stores keys and values; None: in ``dtype``. ``drafts``: for another model. ``group``,
-    ``keys``, ``experts``: ranks, ``weights_on``: its ``weights``, as LayerContext has them.
+    ``keys``, ``experts``: ranks, ``sharing``, ``weights_on``: its ``weights``, as LayerContext has them.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Decoder(nn.Module):
         keys: Group | None = None,
         experts: Any = None,
         weights_on: torch.device | None = None,
+        sharing: Sharing = NONE_SHARED,
     ) -> None:
         super().__init__()
         _check(spec, max_model_len)
@@ -151,9 +153,10 @@ class Decoder(nn.Module):
             keys=keys,
             experts=experts,
             weights=weights_on,
+            sharing=sharing,
         )
         self.spec = spec
-        self._group, self._keys = group, keys
+        self._group, self._keys, self._sharing = group, keys, sharing
         tables = {site.name: site for site in weights(spec) if site.role is Role.EMBEDDING}
         self.embedding = (
             Embedding(tables["embedding"], context, scale=spec.embedding_scale) if "embedding" in tables else None
@@ -257,21 +260,22 @@ class Decoder(nn.Module):
             for cache, count in zip(kv_caches, self._halves, strict=True)
         ]
         begun = self.embedded(inputs) if hidden is None else hidden
-        stream = Stream(begun, *self.composed(len(inputs.token_ids)), adapters=inputs.adapters)
-        stream.post_norm = self.spec.post_norm
+        takes, shared = self.composed(len(begun)), self._shared(len(begun))
+        stream = Stream(begun if shared is None else shared.own(begun), *takes, adapters=inputs.adapters)
+        stream.post_norm, stream.shared = self.spec.post_norm, shared
         # few rows are computed to the end, and all that ranks share out; a stage that is not the last passes its own on
         whole = stream.takes_norms or not self.answers or (inputs.order is not None and inputs.queries is None)
         wanted = None if whole else inputs.wanted
         tapped = () if self.tap is None else self.tap.layers
         for index, (block, following, group, place) in enumerate(self._steps):
             if self.tap is not None and index in tapped:
-                self.tap.take(stream.sum if stream.pending is None else stream.sum + stream.pending, index)
+                self.tap.take(stream.whole(), index)
             picked = _wanted(inputs, group) if wanted is not None and following is self.norm else None
             k, v = halves[group][place : place + 2] if self.spec.causal else (kv_caches[0], kv_caches[0])
             step = LayerStep(inputs.positions, inputs.attention[group], k, v, picked)
             block.forward(stream, step, following)
         if not self.answers:
-            return stream.sum if stream.pending is None else stream.sum + stream.pending
+            return stream.whole()
         found = stream.normed(self.norm)
         if wanted is not inputs.wanted:
             found = found[inputs.wanted]
@@ -293,6 +297,13 @@ class Decoder(nn.Module):
     def composed(self, tokens: int) -> tuple[bool, bool]:
         """Whether GEMMs of this many rows include norms and sums, or sums only; in all blocks, or in none."""
         return self._takes_norms and tokens <= self._most_rows, self._takes_sums and tokens >= LEAST_ADDED
+
+    def _shared(self, tokens: int) -> SharedRows | None:
+        """How ranks share the rows of such a step out; None: every rank has all."""
+        least = self._sharing.least
+        if self._group is None or least is None or tokens < least or self.composed(tokens)[0]:
+            return None
+        return SharedRows(self._group, tokens)
 
     def megakernel_context(self, rows: int, block_size: int) -> int:
         """The longest context for which steps of this many rows are computed in one launch; 0: none. ``block_size``: of

@@ -103,7 +103,7 @@ class DraftHead(nn.Module):
         last = self.norm if self.norm is not None else self._block.feed_forward_norm
         step = self._step(inputs, kv_caches[0])
         self._block.forward_projected(stream, self._block.attention.qkv.forward(x), step, last)
-        out = stream.sum if stream.pending is None else stream.sum + stream.pending
+        out = stream.whole()
         normed = out if self.norm is None else self.norm.forward(out)[0]
         carried.copy_(normed if self.spec.form.goes_on_normed else out)
         return normed

@@ -79,8 +79,13 @@ class Group(Protocol):
         """The same, overlapped with what is computed meanwhile; the result is taken before the next collective."""
         ...
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        """All-to-all: part i of ``x`` [ranks, …] goes to rank i → the parts for this rank, [ranks, …]."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Of the sum over all ranks, [ranks · n, width], contiguous, this rank's part, [n, width]."""
+        ...
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
+        """All-to-all: part i of ``x`` goes to rank i → the parts for this rank. ``sends``, ``receives``: rows of each;
+        none: ``x`` is [ranks, …], and so is what comes."""
         ...
 
     def coalesced(self) -> AbstractContextManager[None]:
@@ -254,10 +259,14 @@ class GlooGroup:
 
         return taken
 
-    def all_to_all(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Added up in the order of ranks."""
+        return self.all_to_all(x.view(self.size, -1, *x.shape[1:])).sum(0)
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
         self.comm_ops += 1
-        found, x = torch.empty_like(x, memory_format=torch.contiguous_format), x.contiguous()
-        self._group.alltoall_base(found, x, [], []).wait()
+        found, x = x.new_empty((sum(receives) if receives else len(x), *x.shape[1:])), x.contiguous()
+        self._group.alltoall_base(found, x, list(receives), list(sends)).wait()
         return found
 
     def coalesced(self) -> AbstractContextManager[None]:

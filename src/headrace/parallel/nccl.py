@@ -70,6 +70,7 @@ def _library() -> Any:
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     library.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), ctypes.c_int, _Id, ctypes.c_int]
     library.ncclAllReduce.argtypes = [pointer, pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer]
+    library.ncclReduceScatter.argtypes = [pointer, pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer]
     library.ncclAllGather.argtypes = [pointer, pointer, size, ctypes.c_int, pointer, pointer]
     for passing in (library.ncclSend, library.ncclRecv):
         passing.argtypes = [pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer]
@@ -152,14 +153,21 @@ class Communicator:
         self._call(self._library.ncclAllGather, x.data_ptr(), parts.data_ptr(), x.numel(), _TYPES[x.dtype])
         return parts
 
-    def all_to_all(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        part = x.new_empty((len(x) // self.size, *x.shape[1:]))
+        how = part.numel(), _TYPES[x.dtype], _SUM
+        self._call(self._library.ncclReduceScatter, x.data_ptr(), part.data_ptr(), *how)
+        return part
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
         library, x = self._library, x.contiguous()
-        found = torch.empty_like(x)
+        found = x.new_empty((sum(receives) if receives else len(x), *x.shape[1:]))
+        parts = x.split(list(sends) or 1), found.split(list(receives) or 1)
         with self.together():  # sends and receives wait for each other
-            for peer, (to, source) in enumerate(zip(x.unbind(0), found.unbind(0), strict=True)):
-                how = x[0].numel(), _TYPES[x.dtype], peer
-                self._call(library.ncclSend, to.data_ptr(), *how)
-                self._call(library.ncclRecv, source.data_ptr(), *how)
+            for peer, (to, source) in enumerate(zip(*parts, strict=True)):
+                self._call(library.ncclSend, to.data_ptr(), to.numel(), _TYPES[x.dtype], peer)
+                self._call(library.ncclRecv, source.data_ptr(), source.numel(), _TYPES[x.dtype], peer)
         return found
 
     @contextmanager
@@ -348,8 +356,11 @@ class NCCLGroup:
 
         return taken
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return self._meet().all_to_all(x)
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._meet().reduce_scatter(x)
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
+        return self._meet().all_to_all(x, sends, receives)
 
     @contextmanager
     def coalesced(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ What lives here: that, as nccl.py's Communicator has it. What may not: the kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -55,8 +55,11 @@ class OneDevice:
         parts.zero_()[self._host.rank] = x
         return self.all_reduce(parts)
 
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return self._host.all_to_all(x.cpu()).to(x.device)
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.all_reduce(x).chunk(self._host.size)[self._host.rank]
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
+        return self._host.all_to_all(x.cpu(), sends, receives).to(x.device)
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -145,7 +145,7 @@ class BlockRunner:
         inputs = self._inputs(torch.zeros(len(row), dtype=torch.int64, device=self.device))
         step = LayerStep(inputs.positions, inputs.attention[0], self._keys, self._values)
         block.forward(stream, step, block.attention_norm)
-        return stream.sum if stream.pending is None else stream.sum + stream.pending
+        return stream.whole()
 
     def _inputs(self, ids: Tensor) -> ForwardInputs:
         """One row, as a prompt whose keys and values are at the beginning of the cache."""

@@ -21,6 +21,7 @@ from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
 from headrace.cost.cards import card_named
 from headrace.cost.cost_model import CostModel
+from headrace.cost.links import dispatched_rows, shared_rows
 from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.errors import ModelError
@@ -40,6 +41,7 @@ from headrace.kernels.operations import (
     Operation,
 )
 from headrace.layers.context import LayerContext
+from headrace.layers.shared_rows import NONE_SHARED, Sharing
 from headrace.lora.device import DeviceAdapters, Reading
 from headrace.lora.layout import Layout
 from headrace.lora.slots import AdapterSlots
@@ -221,6 +223,9 @@ class Worker:
         self._drafting.count_blocks(longest)
         with self._memory.explaining("weights"), self._lasting():
             groups: dict[str, Any] = {"group": self._group, "keys": self._keys, "experts": self._peers.experts}
+            if self._group is not None:
+                groups["sharing"] = sharing = _sharing_rows(self._setup, self._group, near=self._peers.near)
+                self._formats = (*self._formats, _said_of_rows(sharing))
             if self._shares_device:
                 groups["weights_on"] = torch.device("meta")
             how: dict[str, Any] = {"kernels": self._kernels, "dtype": self._setup.dtype, "device": self._setup.device}
@@ -590,6 +595,40 @@ def _sharing_keys(setup: Setup, keys: Group, *, near: bool) -> Setup:
         link = f"over {card.link.bandwidth / 1e9:.0f} GB/s, beside attention to a rank's own keys"
         said = replace(said, value="what is quicker", reason=link)
     return replace(setup, share=share, decisions=(*setup.decisions, said))
+
+
+def _sharing_rows(setup: Setup, group: Group, *, near: bool) -> Sharing:
+    """As asked, or as the cost model says where the link is known; all ranks say the same."""
+    spec, device, size = setup.spec, setup.config.device, group.size
+    moe = next((layer.moe for layer in spec.layers if layer.moe is not None and layer.moe.held is not None), None)
+    card = card_named(torch.cuda.get_device_name()) if setup.device.type == "cuda" and near else None
+    least: int | None = None
+    dispatched: int | None = None
+    # two ranks' sums of many rows take in norms
+    if (
+        card is not None
+        and not device.batch_invariant
+        and (size > 2 or not group.max_onto_rows(spec.hidden_size, setup.dtype))
+    ):
+        row = spec.hidden_size * setup.dtype.itemsize
+        least = shared_rows(card.link, size, row, card.profile.read_bandwidth)
+        dispatched = None if moe is None else dispatched_rows(card.link, size, row, moe.top_k)
+    if device.expert_dispatch is not None:
+        dispatched = size if device.expert_dispatch and moe is not None else None
+    if device.sequence_parallel is not None or dispatched == size:
+        least = None if device.sequence_parallel is False else size
+    if least is None:
+        return NONE_SHARED
+    return Sharing(least if dispatched is None else min(least, dispatched), dispatched)
+
+
+def _said_of_rows(sharing: Sharing) -> Decision:
+    if sharing.least is None:
+        return Decision(
+            "sequence_parallel", False, "every rank norms all rows; sums take norms in, or it would not pay"
+        )
+    to = "" if sharing.dispatched is None else f"; from {sharing.dispatched} on they go to the ranks of their experts"
+    return Decision("sequence_parallel", True, f"ranks share out the rows of steps of {sharing.least} or more{to}")
 
 
 def _adapter_decision(layout: Layout, unified_paging: bool) -> Decision:
