@@ -77,7 +77,7 @@ MODELS["gptq"] = MODELS["llama"] | {
 MODELS["fp8"] = MODELS["llama"] | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
 CASES = (*((name, ()) for name in MODELS), ("qwen3_moe", ("invariant",)))
 COMPILED = tuple(
-    ("triton_rehearsed", json.dumps(MODELS[name] | {"torch_dtype": "bfloat16"}), *mode) for name, mode in CASES
+    ("triton_warmed_up", json.dumps(MODELS[name] | {"torch_dtype": "bfloat16"}), *mode) for name, mode in CASES
 )
 
 

@@ -4,7 +4,7 @@ program, in a process of its own.
 What lives here: a worker on a CPU whose kernels are never launched, only identified. What may not: judgement (the
 test).
 
-``python triton_rehearsed.py CONFIG [invariant]`` (the JSON of a model's config; with --batch-invariant) prints
+``python triton_warmed_up.py CONFIG [invariant]`` (the JSON of a model's config; with --batch-invariant) prints
 {"warmed up": [...], "used": [...], "chosen later": [...]}: kernel, constants, types and divisibility of each, and
 operations that no call site was known of when kernels were built.
 """
