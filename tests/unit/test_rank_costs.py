@@ -15,7 +15,6 @@ from headrace.cost.links import (
     MOST_PASSED,
     KeyTraffic,
     Link,
-    dispatched_rows,
     key_traffic_of,
     shared_rows,
     traffic_of,
@@ -41,11 +40,14 @@ def test_what_is_sent_is_what_is_counted_by_hand() -> None:
     assert traffic_of(TINY, 2.0).seconds(EXACT, 3, 2) == (0.0, 0.0)
 
 
-def test_rows_are_shared_out_where_what_is_saved_exceeds_a_meeting() -> None:
-    """A norm of 8 bytes a row moves 32; of 4 ranks each moves a quarter. Of 2 experts, 9 of 16 ranks have none."""
-    link = Link(bandwidth=100.0, latency=3.0)
-    assert shared_rows(link, 4, 8.0, bandwidth=1000.0) == 3 * 1000 / 24
-    assert dispatched_rows(link, 4, 8.0, 2) == -(-(3.0 + HOST_WAIT) * 100 // (2 * 0.75 * 8 * 9 / 16))
+def test_rows_are_shared_out_where_what_is_saved_exceeds_what_nothing_hides() -> None:
+    """Of 8 bytes a row, of which each of 4 ranks norms a quarter; of 2 experts, 9 of 16 ranks have none."""
+    slow, quick = Link(bandwidth=100.0, latency=3.0), Link(bandwidth=1000.0, latency=3.0)
+    assert shared_rows(quick, 4, 8.0, bandwidth=1000.0) == round(3 / (24 / 1000 - 1.5 * 6 / 1000))
+    assert shared_rows(slow, 4, 8.0, bandwidth=1000.0) is None
+    gain = 2 * 24 / 1000 + 6 / 100 * (2 * 9 / 16 - 1.5)
+    assert shared_rows(slow, 4, 8.0, 1000.0, 2) == -(-(6.0 + HOST_WAIT) // gain)
+    assert shared_rows(slow, 4, 8.0, 1000.0, 8) is None
 
 
 def test_what_goes_to_the_keys_and_back_is_what_is_counted_by_hand() -> None:

@@ -50,19 +50,22 @@ class Link:
 
 
 HOST_WAIT = 50e-6  # seconds that a device loses where its host reads sizes in the middle of a step
+BESIDE = 0.75  # of a sum of many rows that ranks send while its product is computed, in four turns
 
 
-def shared_rows(link: Link, ranks: int, row_bytes: float, bandwidth: float) -> int:
-    """From how many rows of a step on ranks norm their share of them each (layers/shared_rows.py): a norm with its sum
-    reads two such rows and writes two, at a device's ``bandwidth``; a sum in two halves is one meeting more."""
-    return ceil(link.latency * bandwidth / (4 * row_bytes * (1 - 1 / ranks)))
+def shared_rows(link: Link, ranks: int, row_bytes: float, bandwidth: float, top_k: int = 0) -> int | None:
+    """From how many rows of a step on it pays that ranks share them out (layers/shared_rows.py); None: never.
 
-
-def dispatched_rows(link: Link, ranks: int, row_bytes: float, top_k: int) -> int:
-    """From how many on they go to the ranks of their experts alone, and back: what is not sent, for one more meeting and
-    a host that waits."""
-    spared = (1 - 1 / ranks) ** top_k  # of the ranks, where tokens pick experts evenly
-    return ceil((link.latency + HOST_WAIT) * link.bandwidth / (2 * (1 - 1 / ranks) * row_bytes * spared))
+    Each norms its share alone, which reads and writes two such rows at a device's ``bandwidth``. But a sum is two
+    meetings then, and nothing hides them. Of ranks of whole experts, ``top_k`` a row, rows go to these alone, and what
+    comes back needs no sum; for that a host waits."""
+    share = 1 - 1 / ranks
+    norm, half = 4 * row_bytes * share / bandwidth, share * row_bytes / link.bandwidth
+    gain, loss = norm - 2 * BESIDE * half, link.latency
+    if top_k:
+        spared = share**top_k  # of the ranks, where tokens pick experts evenly
+        gain, loss = gain + norm + 2 * half * spared, 2 * loss + HOST_WAIT
+    return ceil(loss / gain) if gain > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from headrace.clock import RealClock
 from headrace.config import Decision, EngineConfig
 from headrace.cost.cards import card_named
 from headrace.cost.cost_model import CostModel
-from headrace.cost.links import dispatched_rows, shared_rows
+from headrace.cost.links import shared_rows
 from headrace.cost.shapes import multiplications
 from headrace.engine.executor import Executor, ExecutorInfo
 from headrace.errors import ModelError
@@ -604,29 +604,22 @@ def _sharing_rows(setup: Setup, group: Group, *, near: bool) -> Sharing:
     card = card_named(torch.cuda.get_device_name()) if setup.device.type == "cuda" and near else None
     least: int | None = None
     dispatched: int | None = None
-    # two ranks' sums of many rows take in norms
-    if (
-        card is not None
-        and not device.batch_invariant
-        and (size > 2 or not group.max_onto_rows(spec.hidden_size, setup.dtype))
-    ):
-        row = spec.hidden_size * setup.dtype.itemsize
-        least = shared_rows(card.link, size, row, card.profile.read_bandwidth)
-        dispatched = None if moe is None else dispatched_rows(card.link, size, row, moe.top_k)
+    takes_norms = size == 2 and group.max_onto_rows(spec.hidden_size, setup.dtype) > 0  # sums of many rows
+    if card is not None and not device.batch_invariant and not takes_norms:
+        facts = card.link, size, spec.hidden_size * setup.dtype.itemsize, card.profile.read_bandwidth
+        least = shared_rows(*facts)
+        dispatched = None if moe is None else shared_rows(*facts, moe.top_k)
     if device.expert_dispatch is not None:
         dispatched = size if device.expert_dispatch and moe is not None else None
-    if device.sequence_parallel is not None or dispatched == size:
-        least = None if device.sequence_parallel is False else size
-    if least is None:
-        return NONE_SHARED
-    return Sharing(least if dispatched is None else min(least, dispatched), dispatched)
+    if device.sequence_parallel:
+        least = size
+    known = [] if device.sequence_parallel is False else [each for each in (least, dispatched) if each is not None]
+    return Sharing(min(known), dispatched) if known else NONE_SHARED
 
 
 def _said_of_rows(sharing: Sharing) -> Decision:
     if sharing.least is None:
-        return Decision(
-            "sequence_parallel", False, "every rank norms all rows; sums take norms in, or it would not pay"
-        )
+        return Decision("sequence_parallel", False, "every rank norms all rows: it is not known to pay here")
     to = "" if sharing.dispatched is None else f"; from {sharing.dispatched} on they go to the ranks of their experts"
     return Decision("sequence_parallel", True, f"ranks share out the rows of steps of {sharing.least} or more{to}")
 
