@@ -284,7 +284,7 @@ class DeviceConfig:
     persistent_decode: bool = switch(True)
     persistent_fp8: bool = switch(False)
     one_launch_experts: bool = switch(True)
-    joined_experts: bool = switch(False)
+    joined_experts: bool = switch(True)
     fused_rope_attention: bool = switch(True)
     cascade_attention: bool = switch(True)
     one_shot_sums: bool = switch(True)

@@ -106,22 +106,21 @@ class FewExperts:
     met: Tensor = field(init=False)  # how many programs of all launches are through with gate and up
     done: Tensor = field(init=False)  # [2, experts, and more of those with many tokens]: strips
     said: Tensor = field(init=False)  # [experts, few]: logits, behind the number of the launch
-    heard: Tensor = field(
-        init=False
-    )  # [2, few, half of the hidden size]: the stream before experts and behind them, likewise
+    # [2, few, half of the hidden size]: the stream before experts and behind them, likewise
+    heard: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         device = torch.device("cuda", self.builds.device)
         object.__setattr__(self, "met", torch.zeros(1, dtype=torch.int64, device=device))
         entries = self.facts.num_experts + MOST // _TOGETHER * self.facts.top_k
         object.__setattr__(self, "done", self.met.new_zeros(2, entries, dtype=torch.int32))
-        object.__setattr__(self, "said", self.met.new_zeros(self.facts.num_experts, MOST_CODED))
-        object.__setattr__(self, "heard", self.met.new_zeros(2, MOST_CODED, _DEEPEST // 2))
+        object.__setattr__(self, "said", self.met.new_zeros(self.facts.num_experts, self.few))
+        object.__setattr__(self, "heard", self.met.new_zeros(2, self.few, _DEEPEST // 2))
 
     @classmethod
     def at(cls, site: CallSite[ExpertFacts]) -> FewExperts:
         coded = CodedMoe.at(site) if site.facts.formats else None
-        few = MOST_CODED if site.uses("joined_experts") else 0
+        few = MOST_CODED if site.uses("joined_experts") and not site.facts.formats else 0
         return cls(site.facts, _builds_of(site.device), site.behind(), site.empty, site.pdl, coded, few)
 
     def __call__(
@@ -137,9 +136,8 @@ class FewExperts:
         return MOST if self.coded is None else MOST_CODED
 
     def takes(self, weight: Any) -> int:
-        """Of how many tokens a GEMM by this weight can be in the launch, at most. In codes the kernel builds, but what it
-        computes was never compared."""
-        return self.few if self.coded is None and isinstance(weight, Tensor) else 0
+        """Of how many tokens a GEMM by this weight can be in the launch, at most."""
+        return self.few if isinstance(weight, Tensor) else 0
 
     def function(
         self, tokens: int, hidden: int, inner: int, renormalize: bool, kind: Activation, attended: int = 0
