@@ -91,7 +91,8 @@ __device__ __forceinline__ void load_once(u32 to, const unsigned char *blocks, i
 #endif
 template <int COUNT = THREADS> __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory"); }
 // A barrier tells only a phase from the next: a group must use a stage every time, or never.
-static_assert(STAGES % TURNS == 0, "stages belong to one group each");
+// Who multiplies gives a stage back behind the wait for its next: it needs two.
+static_assert(STAGES % TURNS == 0 && STAGES > TURNS, "stages belong to one group each");
 #ifdef BY_WARP
 #define READERS (4 * BANDS)  // who say so when they have read a stage
 #else

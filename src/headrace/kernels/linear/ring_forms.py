@@ -67,7 +67,7 @@ class RingForm:
         tiles = self.tiles(shape)
         if self.many and (shape.outs % 8 or not (self.columns == 128 or self._fits_half(tiles <= processors))):
             return False
-        if self.stages < 2:
+        if self.stages <= self.turns:
             return False
         once = self.ways == self.turns == 1 or tiles * self.ways <= processors
         return once and (self.ways == 1 or shape.ins >= self.depth * self.ways)
