@@ -20,6 +20,7 @@ from headrace.observe.metrics import StepRecord
 from lab.table_rows import Asked, Row, requests_of
 
 WARM_UP_REQUESTS = 128  # of a row with more requests that is no decode row
+WARM_UP_TOKENS = 2**17  # of a longer prompt: its further steps are like those before
 LEAST_POWER_SECONDS = 1.0  # of work, to say what it drew: a card's counter moves some ten times a second
 
 
@@ -142,7 +143,8 @@ class TableBench:
         requests only some."""
         asked = requests_of(row, self.vocab_size, next(self._seeds))
         some = len(asked.prompts) if row.group == "decode" else WARM_UP_REQUESTS
-        self._run(Asked(asked.prompts[:some], asked.params[:some]))
+        prompts = [{"prompt_token_ids": each["prompt_token_ids"][:WARM_UP_TOKENS]} for each in asked.prompts[:some]]
+        self._run(Asked(prompts, asked.params[:some]))
         if row.group == "decode":
             self._run(requests_of(row, self.vocab_size, next(self._seeds), one_token=True))
 
