@@ -39,8 +39,8 @@ from lab.jobs import config_for, flags_of, known_shapes
 from lab.truth_front import front_work
 from lab.truth_judge import Judged, judge, simulated
 from lab.truth_kept import Kept, Measured, keep, read_kept
-from lab.truth_loads import REPEATS, SERVINGS, Loads, Part, loads_for, repeated, settling, sized, suited
-from lab.truth_routing import popularity_of
+from lab.truth_loads import REPEATS, ROWS, SERVINGS, Loads, Part, loads_for, repeated, settling, sized, suited
+from lab.truth_routing import popularity_of, routed_work
 from lab.truth_run import Runner, offline, served
 
 SHIPPED_PRICES = "shipped"
@@ -174,7 +174,7 @@ def _taken(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Tak
 
     kind = device_kind(config.device.device)
     bench, long_steps = _prepared(args, config, folder, kind)
-    loads = loads_for(kind, args.scale, sparse=bench.sparse)
+    loads = loads_for(kind, args.scale)
     if args.prices is not None:  # the first serving warms up
         loads = replace(loads, servings=(loads.servings[0], *((),) * (len(loads.servings) - 1)))
     if args.prices is not None or args.offline:  # of no use
@@ -182,10 +182,16 @@ def _taken(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Tak
     with offline(bench.config, folder) if args.offline else served(bench.flags, folder) as runner:
         seen = _measure(bench, loads, runner, args.repeats)
     if bench.sparse and args.repeats:
-        seen.popularity = popularity_of(bench.config, [part for part in seen.held if part.prefix])
+        seen.popularity = popularity_of(bench.config, _alike(loads, seen))
     kept = Kept(kind, bench.offline, long_steps, seen.held, seen.parts, seen.fronts, runner.spans)
     keep(folder, replace(kept, popularity=seen.popularity, repeats=args.repeats))
     return _Taken(bench, runner, seen)
+
+
+def _alike(loads: Loads, seen: Measured) -> list[Part]:
+    """What random weights route to few experts, each by the name it is known by."""
+    of_a = (replace(part, name=f"a{number}.{part.name}") for number, each in enumerate(loads.servings) for part in each)
+    return [part for part in (*of_a, *seen.held, *ROWS) if part.routes_alike or part in ROWS]
 
 
 def _taken_again(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Taken:
@@ -275,9 +281,18 @@ def _calibrated(taken: Sequence[_Taken]) -> tuple[CalibratedSteps, Device]:
     assert bench.config.cache.block_size is not None, "resolved"
     size = ELEMENT_BYTES[facts.dtype]
     groups = kv_groups(bench.spec, bench.config.cache.block_size, size)
-    found = calibrate(
-        recorded, device, CostModel(bench.spec, groups, device.profile, weight_bytes=size, dtype=facts.dtype)
-    )
+
+    def model_of(popularity: Sequence[float] = ()) -> CostModel:
+        return CostModel(
+            bench.spec, groups, device.profile, weight_bytes=size, dtype=facts.dtype, popularity=popularity
+        )
+
+    plain = model_of()
+    works = [
+        routed_work(each.runner.spans, {name: model_of(of) for name, of in each.seen.popularity.items()}, plain)
+        for each in taken
+    ]
+    found = calibrate(recorded, device, plain, works)
     for each, run in zip(taken, recorded, strict=True):
         if not each.bench.offline:
             fronts, loads = (

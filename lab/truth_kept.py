@@ -24,7 +24,8 @@ FILE = "measured.json"
 @dataclass(slots=True)
 class Measured:
     """What was seen so far. ``parts``: of A, by the names of their runs. ``runs``: of each part of B, by repeat.
-    ``looks``: the machine's limits, each time between two loads. ``popularity``: of experts, by part of B."""
+    ``looks``: the machine's limits, each time between two loads. ``popularity``: of experts, by run of A, part of B, or
+    row."""
 
     held: list[Part] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)

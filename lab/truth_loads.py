@@ -84,6 +84,11 @@ class Part:
         ]
 
     @property
+    def routes_alike(self) -> bool:
+        """Whether random weights send its tokens to few experts: those of one prompt, or behind one."""
+        return (self.room == 1 or self.prefix > 0) and not self.stopped
+
+    @property
     def room(self) -> int | None:
         """Of a closed loop."""
         return None if self.rate is not None else self.clients or self.count
@@ -98,6 +103,13 @@ class Part:
 
 def _salted(ids: tuple[int, ...], salt: int, vocab_size: int) -> tuple[int, ...]:
     return tuple((each + salt) % vocab_size for each in ids)
+
+
+ROWS = (  # of the table, whose prompts are of random ids too
+    Part("prefill-1x2048", 1, 2048, 1, vocabulary=30_000),
+    Part("prefill-1x8192", 1, 8192, 1, vocabulary=30_000),
+    Part("prefill-16x2048", 16, 2048, 1, vocabulary=30_000),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +129,12 @@ class Loads:
         return replace(self, servings=kept)
 
 
-def loads_for(kind: str, scale: float, *, sparse: bool = False) -> Loads:
-    """For a device of that kind. ``scale`` multiplies requests. ``sparse``: no steps of A are behind a prefix, where
-    random weights choose few experts, so that it would say what is wrong of others. Raises ConfigError."""
+def loads_for(kind: str, scale: float) -> Loads:
+    """For a device of that kind. ``scale`` multiplies requests. Raises ConfigError."""
     if not 0.0 < scale <= 100.0:
         raise ConfigError(f"--scale is {scale:g}; give a number above 0 and up to 100.")
     loads = _cpu_loads(scale) if kind == "cpu" else _card_loads(scale)
-    servings = tuple(
-        tuple(_scaled(each, scale) for each in serving if not (sparse and each.prefix and not each.stopped))
-        for serving in loads.servings
-    )
+    servings = tuple(tuple(_scaled(each, scale) for each in serving) for serving in loads.servings)
     return replace(loads, servings=servings, held=tuple(_scaled(each, scale) for each in loads.held))
 
 

@@ -1,7 +1,8 @@
 """How unevenly the tokens of a load choose experts, for ``python -m lab truth`` of a sparse model.
 
-Random weights route prompts that begin alike, and all that follows them, to the same few experts; trained weights do
-not. That is a property of the load, as lengths are: it is counted, not timed, and a simulation is told it.
+Random weights route the tokens of one prompt, prompts that begin alike, and all that follows them, to the same few
+experts; trained weights do not. That is a property of the load, as lengths are: it is counted, not timed, and both the
+fit and a simulation are told it.
 
 What lives here: counting, in an engine of its own that launches its kernels one by one. What may not: what experts cost
 (cost/).
@@ -9,7 +10,7 @@ What lives here: counting, in an engine of its own that launches its kernels one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,10 @@ import numpy as np
 
 from headrace.bench.driver import drive
 from headrace.config import EngineConfig
+from headrace.cost.cost_model import CostModel, Work
 from headrace.cost.popularity import touched_experts
+from headrace.planner.calibrate import WorkOf
+from headrace.planner.runs import RecordedStep
 from headrace.spec import MoESpec
 from lab.truth_loads import Part
 
@@ -37,9 +41,22 @@ def popularity_of(config: EngineConfig, parts: Sequence[Part]) -> dict[str, list
         routing, found = Routing(executor.decoder), {}
         for part in parts:
             drive(llm.engine.core, part.conversations(_SALT, llm.info.vocab_size), max_concurrency=part.room)
-            layers = [[step.numpy() for step in steps if len(step) <= part.count] for _, steps in routing.take_steps()]
+            layers = [
+                [step.numpy() for step in steps if (len(step) <= part.count) == bool(part.prefix)]
+                for _, steps in routing.take_steps()
+            ]  # behind a prefix, of decode steps; else of prompts
             found[part.name] = as_touched(moe, layers)
     return found
+
+
+def routed_work(spans: Mapping[str, range], models: Mapping[str, CostModel], plain: CostModel) -> WorkOf:
+    """What a step amounts to by the model of its part, where there is one."""
+    routed = [(spans[name], model) for name, model in models.items() if name in spans]
+
+    def work(step: RecordedStep) -> Work:
+        return next((model for span, model in routed if step.step_id in span), plain).work(step.load)
+
+    return work
 
 
 def as_touched(moe: MoESpec, layers: Sequence[Sequence[np.ndarray]]) -> list[float]:

@@ -319,9 +319,10 @@ def test_b_lasts_on_a_quick_card_by_more_requests_and_bursts() -> None:
     )
 
 
-def test_a_sparse_model_is_fitted_to_no_prefix_and_told_how_unevenly_its_tokens_choose() -> None:
-    parts = [part for serving in loads_for("cuda", 1.0, sparse=True).servings for part in serving]
-    assert len(parts) == 50 and not any(part.prefix and not part.stopped for part in parts)
+def test_of_a_sparse_model_it_is_counted_how_unevenly_tokens_choose() -> None:
+    parts = [part for serving in loads_for("cuda", 1.0).servings for part in serving]
+    alike = [part.name for part in parts if part.routes_alike]
+    assert len(parts) == 51 and len(alike) == 19 and {"decode-1", "long-1", "prompt-70", "single", "shared"} < {*alike}
     moe, rng = MoESpec(64, 4, 32, True), np.random.default_rng(0)
     even = [[np.stack([rng.permutation(64)[:4] for _ in range(rows)]) for rows in (40, 40, 30)] for _ in range(20)]
     alike = [[np.tile(rng.permutation(64)[:4], (rows, 1)) for rows in (40, 40, 30)] for _ in range(3)]

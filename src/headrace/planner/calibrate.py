@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -29,7 +29,7 @@ from statistics import median
 import numpy as np
 
 from headrace.cost.calibrated import CalibratedSteps, Covered, FittedRun, Parameter, Steadiness, same_device
-from headrace.cost.cost_model import CostModel
+from headrace.cost.cost_model import CostModel, Work
 from headrace.cost.prices import FrontPrices, HostPrices
 from headrace.cost.run_facts import RunFacts, shape_of
 from headrace.cost.shapes import multiplications
@@ -42,15 +42,18 @@ from headrace.planner.steadiness import fit_steadiness
 from headrace.planner.step_fit import LEAST_STEPS, Observed, fit_steps
 from headrace.planner.workload.statistics import Sample
 
+WorkOf = Callable[[RecordedStep], Work]
 LAUNCHED_LATE = 1e-3  # s: a step that ends so soon after its last launch may have waited for it
 LEAST_LIMIT = 0.95  # on a card nothing is quicker than its limits, which were measured to a few parts in a hundred
 LEAST_IDLE = 5  # steps that an idle device began with
 _HOST_FLOOR = 2e-5  # s: differences below are all alike
 
 
-def calibrate(runs: Sequence[RecordedRun], device: Device, cost_model: CostModel) -> CalibratedSteps:
-    """``cost_model``: of the runs' model, at the device's limits. Raises ConfigError where the runs are not of it, or
-    say too little."""
+def calibrate(
+    runs: Sequence[RecordedRun], device: Device, cost_model: CostModel, works: Sequence[WorkOf] = ()
+) -> CalibratedSteps:
+    """``cost_model``: of the runs' model, at the device's limits. ``works``: of each run, what its steps amount to where
+    that is known better than by their load. Raises ConfigError where the runs are not of it, or say too little."""
     facts = runs[0].facts
     for run in runs:
         _check_same(run, facts, device, cost_model)
@@ -65,7 +68,9 @@ def calibrate(runs: Sequence[RecordedRun], device: Device, cost_model: CostModel
             f"Of the {len(steps)} steps of {_names(runs)} only {len(own)} were not waiting for launches, and at least {LEAST_STEPS} are needed: "
             f"this device is hardly busy with this model. Give it longer prompts or more sequences at once."
         )
-    return _fitted(runs, steps, own, device, cost_model)
+    works = works or [lambda step: cost_model.work(step.load)] * len(runs)
+    work_of = {id(step): work for run, work in zip(runs, works, strict=True) for step in run.steps}
+    return _fitted(runs, steps, own, device, cost_model, [_observed(step, work_of[id(step)]) for step in own])
 
 
 def _fitted(
@@ -74,13 +79,13 @@ def _fitted(
     own: Sequence[RecordedStep],
     device: Device,
     cost_model: CostModel,
+    observed: Sequence[Observed],
 ) -> CalibratedSteps:
     facts, profile = runs[0].facts, device.profile
     bandwidth, rate = profile.read_bandwidth, profile.gemm_rate(facts.dtype)
     eager = bool(facts.switches.get("enforce_eager"))
     classes = classes_of(device.kind, eager=eager, products=multiplications(cost_model.spec))
     assumed = device.efficiency.prices(0, classes=classes)
-    observed = [_observed(step, cost_model) for step in own]
     found = fit_steps(
         observed, assumed, bandwidth=bandwidth, rate=rate, least=0.0 if device.kind == "cpu" else LEAST_LIMIT
     )
@@ -115,9 +120,8 @@ def _steadiness(runs: Sequence[RecordedRun], own: Sequence[RecordedStep], ratios
     return fit_steadiness(times, found, [np.array([step.decode for step in steps]) for steps in fitted])
 
 
-def _observed(step: RecordedStep, cost_model: CostModel) -> Observed:
-    load = step.load
-    return Observed(load, cost_model.work(load), step.decode, step.seconds, pause=step.pause, since=step.since)
+def _observed(step: RecordedStep, work: WorkOf) -> Observed:
+    return Observed(step.load, work(step), step.decode, step.seconds, pause=step.pause, since=step.since)
 
 
 def _check_same(run: RecordedRun, first: RunFacts, device: Device, cost_model: CostModel) -> None:
