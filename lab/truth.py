@@ -181,10 +181,11 @@ def _taken(args: argparse.Namespace, config: EngineConfig, folder: Path) -> _Tak
         loads = loads.unstopped
     with offline(bench.config, folder) if args.offline else served(bench.flags, folder) as runner:
         seen = _measure(bench, loads, runner, args.repeats)
-    if bench.sparse and args.repeats:
+    kept = Kept(kind, bench.offline, long_steps, seen.held, seen.parts, seen.fronts, runner.spans, repeats=args.repeats)
+    keep(folder, kept)
+    if bench.sparse:
         seen.popularity = popularity_of(bench.config, _alike(loads, seen))
-    kept = Kept(kind, bench.offline, long_steps, seen.held, seen.parts, seen.fronts, runner.spans)
-    keep(folder, replace(kept, popularity=seen.popularity, repeats=args.repeats))
+        keep(folder, replace(kept, popularity=seen.popularity))
     return _Taken(bench, runner, seen)
 
 
