@@ -13,10 +13,12 @@ import pytest
 
 from headrace.clock import VirtualClock
 from headrace.config import SchedulerConfig
+from headrace.kernels.build.driver import DriverError
 from headrace.request import Request, StructuredOutputs
+from headrace.worker import launches
 from headrace.worker.graphs import DecodeGraphs, Kind
 from tests.support.hash_engine import FIXED, assert_at_rest, create_core, request, run
-from tests.support.recorded_graphs import VOCAB, recorded_executor, without_a_gpu
+from tests.support.recorded_graphs import VOCAB, RecordedChain, recorded_executor, without_a_gpu
 from tests.support.residue_masks import ResidueMasks
 
 ASKED: tuple[dict[str, Any], ...] = (
@@ -38,7 +40,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def _requests(asked: Sequence[dict[str, Any]]) -> list[Request]:
     draw = random.Random(7)
     return [
-        request(n, draw.choices(range(VOCAB), k=draw.randint(1, 20)), max_tokens=12 + 2 * n, seed=100 + n, **fields)
+        request(
+            n, draw.choices(range(VOCAB), k=draw.randint(1, 20)), **{"max_tokens": 12 + 2 * n, "seed": 100 + n} | fields
+        )
         for n, fields in enumerate(asked)
     ]
 
@@ -133,6 +137,36 @@ def test_steps_that_verify_are_captured_once_and_replayed(monkeypatch: pytest.Mo
     monkeypatch.setattr(DecodeGraphs, "_capture_kind", count)
     _, right = _answers(ASKED[:1] * 3, graphed=True, drafts=3)
     assert right > 0.75 and captured and len(captured) <= 2 * len(set(captured))  # the target's and the draft's
+
+
+LONG = ({"temperature": 1.1, "max_tokens": 32},) * 2
+
+
+def test_drafts_and_their_verification_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+
+    class Counted(RecordedChain):
+        def launch(self, stream: int) -> None:
+            launched.append(len(self._graphs))
+            super().launch(stream)
+
+    monkeypatch.setattr(launches, "GraphChain", Counted)
+    found, right = _answers(LONG, graphed=True, drafts=3)
+    assert found == _answers(LONG, graphed=False, drafts=0)[0] and right > 0.75
+    # a forward pass and a draw, of three drafts and of the target; where the first pass catches up, its draw looks elsewhere
+    assert len(launched) > 4 and set(launched) <= {8, 9}
+
+
+def test_drafts_are_launched_one_by_one_where_the_driver_joins_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(graphs: object) -> None:
+        raise DriverError("joining graphs: not supported (CUDA error 801)")
+
+    monkeypatch.setattr(launches, "GraphChain", refused)
+    found, right = _answers(LONG, graphed=True, drafts=3)
+    assert found == _answers(LONG, graphed=False, drafts=0)[0] and right > 0.75
+    assert caplog.text.count("one by one") == 1
 
 
 def test_where_none_can_be_captured_drafts_are_launched_one_by_one(

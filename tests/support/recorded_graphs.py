@@ -34,7 +34,7 @@ from headrace.layers.pooling import Pooled
 from headrace.models.decoder import Tap
 from headrace.request import StepPlan
 from headrace.spec import DecoderSpec, KVGroup, KVKind, KVSpec, LayerSpec, PoolingSpec
-from headrace.worker import model_runner, recorder
+from headrace.worker import launches, model_runner, recorder
 from headrace.worker.apart_drafts import ApartDrafts, DraftSide
 from headrace.worker.draft_model import AHEAD, DraftModel, HeadDrafter
 from headrace.worker.draft_tree import TreeDrafts
@@ -123,6 +123,13 @@ class RecordedGraph:
 
     recorded_to: ClassVar[set[int | None]] = set()
 
+    def __init__(self, keep_graph: bool = False) -> None: ...
+
+    def instantiate(self) -> None: ...
+
+    def raw_cuda_graph(self) -> RecordedGraph:
+        return self
+
     def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
         if pool in self.recorded_to:
             raise RuntimeError(f"already recording to pool {pool}")
@@ -149,6 +156,17 @@ class RecordedGraph:
             step()
 
 
+class RecordedChain:
+    """As the driver's, of graphs that are their own handles."""
+
+    def __init__(self, graphs: Sequence[RecordedGraph]) -> None:
+        self._graphs = graphs
+
+    def launch(self, stream: int) -> None:
+        for graph in self._graphs:
+            graph.replay()
+
+
 class Event:
     """As torch.cuda.Event on a device that is never late."""
 
@@ -164,7 +182,7 @@ class Event:
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda as far as graphs, rings and the queued executor use it."""
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, cuda_stream=0)
     for name, stand_in in {
         "CUDAGraph": RecordedGraph,
         "Event": Event,
@@ -181,6 +199,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch._C, "_cuda_endAllocateToPool", lambda device, pool: RecordedGraph.recorded_to.remove(pool), raising=False
     )
+    monkeypatch.setattr(launches, "GraphChain", RecordedChain)
     monkeypatch.setattr(model_runner, "_to_host", _copied)
     monkeypatch.setattr(recorder, "scratch_of_graphs", lambda device: nullcontext())
 
@@ -394,7 +413,8 @@ def recorded_executor(
             "max_model_len": max_model_len,
             "max_logits_rows": max_logits_rows,
         }
-        made = Recorder(decoder, kernels, rows, caches)  # type: ignore[arg-type]
+        joined = launches.Launches(joins=bool(drafts) and not head)
+        made = Recorder(decoder, kernels, rows, caches, launches=joined)  # type: ignore[arg-type]
         if pooled is None:
             captured = DecodeGraphs(made, **limits)
             captured.capture_all()
@@ -422,7 +442,8 @@ def recorded_executor(
         entry = torch.zeros((most + 8, 1), dtype=torch.int64) if head else None
         drafted = None
         if graphed:
-            drafted = DecodeGraphs(Recorder(drafter, kernels, rows, own, (0,), None, entry, AHEAD * head), **limits)
+            made = Recorder(drafter, kernels, rows, own, (0,), None, entry, AHEAD * head, joined)
+            drafted = DecodeGraphs(made, **limits, passes=drafts + 1)
             drafted.capture_all()
         parts = decoder, own, (0,), rows, kernels, 64, (), drafted
         if head:

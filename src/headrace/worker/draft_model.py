@@ -89,6 +89,10 @@ class Drawing(Proposer):
             return None
         return self._graphs.hidden(self._graphs.write(rows, contexts, **how), len(rows))
 
+    def _release(self) -> None:
+        if self._graphs is not None:
+            self._graphs.launches.release()
+
     def _may_draft(self, rows: Ints) -> NDArray[np.bool_]:
         return ~np.any([each.bare[rows] for each in self._blocks], axis=0) if self._blocks else np.ones(len(rows), bool)
 
@@ -117,6 +121,7 @@ class Drawing(Proposer):
 
     def _drafted(self, rows: Ints, lengths: Ints, most: int) -> Tensor:  # [rows, most], int32, on the host
         """What the rows hold now; samples will be written over it."""
+        self._release()
         found = self._rows.held(rows, lengths, most)
         if found.device.type == "cpu":
             return found
@@ -251,7 +256,10 @@ class DraftModel(Drawing):
         graphs, count, counts = self._graphs, len(rows), lengths - starts
         assert graphs is not None
         answers, last = list[Ints](), np.arange(count)
-        if (behind := int(counts.sum()) - count) and graphs.draws(behind + count):
+        behind = int(counts.sum()) - count
+        if not behind or graphs.draws(behind + count):
+            graphs.launches.hold()  # nothing else is queued before the target's step
+        if behind and graphs.draws(behind + count):
             last = np.cumsum(counts) - 1
             answers.append(self._caught_up(graphs, np.repeat(rows, counts), _ends(starts, counts), last, how))
         elif behind:
@@ -267,10 +275,11 @@ class DraftModel(Drawing):
     def _caught_up(self, graphs: DecodeGraphs, rows: Ints, contexts: Ints, last: NDArray[np.int64], how: Draw) -> Ints:
         """A pass over several tokens of a row, and the token behind each row's last; those behind others are stored
         nowhere."""
-        hidden = graphs.hidden(graphs.write(rows, contexts, shared_tokens=0, chained=True), len(rows))
+        bucket = graphs.write(rows, contexts, shared_tokens=0, chained=True)
+        graphs.compute(bucket)
         places = np.zeros_like(contexts)
         places[last] = contexts[last]
-        return graphs.draw_from(hidden, rows, places, how)
+        return graphs.draw_at(bucket, rows, places, how)
 
     def _draw_all(self, rows: Ints, starts: Ints, lengths: Ints, most: Ints) -> None:
         """All passes in one call, of rows whose logits nothing edits. Filters are left out: what they would forbid is

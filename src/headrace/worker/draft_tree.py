@@ -62,6 +62,7 @@ class TreeDrafts(DraftModel):
         grown = ((self._rows.traits[rows] & ~_GROWN) == 0) & (most > 1)
         if not grown.all():
             super()._draw_drafts(rows[~grown], lengths[~grown], most[~grown])
+            self._release()
         if grown.any():
             self._grow(rows[grown], lengths[grown], most[grown])
 

@@ -41,6 +41,7 @@ from headrace.worker.draft_tree import TreeDrafts
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.host import available_memory
 from headrace.worker.judge import Coins, Judge
+from headrace.worker.launches import Launches
 from headrace.worker.memory import GIB, KVPlan, bounds, buckets_up_to, row_bytes
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
@@ -230,8 +231,10 @@ class Drafting:
             return []
         return list(zip(self._draft.groups, self.caches, strict=True))
 
-    def create_graphs(self, rows: Rows, caches: Sequence[Tensor], most: dict[str, Any]) -> DecodeGraphs | None:
-        """``most``: as DecodeGraphs of the target have it."""
+    def create_graphs(
+        self, rows: Rows, caches: Sequence[Tensor], most: dict[str, Any], launches: Launches
+    ) -> DecodeGraphs | None:
+        """``most``, ``launches``: as DecodeGraphs of the target have them."""
         setup, draft = self._setup, self._draft
         if draft is None or not self.beside:
             return None
@@ -240,7 +243,7 @@ class Drafting:
             shape, ahead = (buckets_up_to(count)[-1], draft.head.carried), AHEAD
             entry = torch.zeros(shape, dtype=setup.dtype, device=setup.device)
         tables = draft_tables(rows, self._blocks)
-        recorder = Recorder(self.beside[0], self._kernels, rows, caches, draft.groups, tables, entry, ahead)
+        recorder = Recorder(self.beside[0], self._kernels, rows, caches, draft.groups, tables, entry, ahead, launches)
         passes = setup.speculative.most + 1 if setup.speculative is not None else 1  # the first is written twice
         return DecodeGraphs(recorder, **most | {"max_num_seqs": count, "built": False, "passes": passes})
 

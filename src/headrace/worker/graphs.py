@@ -27,9 +27,10 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from headrace.cost.prompt_shapes import AGAIN_SERVED
 from headrace.kernels.candidate import Facts
 from headrace.kernels.inputs import AdapterRows, TreeInputs
 from headrace.kernels.operations import FETCH_STEP
+from headrace.worker.launches import Launches
 from headrace.worker.memory import buckets_to_try, buckets_up_to
 from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Edits, Ints, Packing, as_tree
@@ -76,6 +78,7 @@ class _Bucket:
     megakernel: int  # up to which context one kernel computes all layers; 0: none does
     long: torch.cuda.CUDAGraph | None = None  # of longer ones
     draws: dict[Draw, torch.cuda.CUDAGraph] = field(default_factory=dict)
+    fetch: torch.cuda.CUDAGraph | None = None  # of a step whose hidden states something else computes
     greedy: torch.cuda.CUDAGraph | None = None  # the megakernel and the greedy draw
     least_shared: int | None = None  # from how many shared tokens on another graph computes them; None: never
     kinds: dict[Kind, torch.cuda.CUDAGraph | None] = field(default_factory=dict)  # None: it could not be captured
@@ -106,6 +109,7 @@ class DecodeGraphs:
         self._stages = stages
         self._built = built
         self._rows = rows = recorder.rows
+        self.launches = recorder.launches
         self._max_model_len = max_model_len
         self._max_logits_rows = max_logits_rows
         self._buckets = buckets_up_to(max_num_seqs)
@@ -122,6 +126,7 @@ class DecodeGraphs:
             rows.device,
             torch.cuda.current_stream(rows.device),
             _SLOTS * passes + stages - 1,
+            mark=self.launches.mark,
         )
         for slot in self._mailbox.slots:  # until a step writes there, rows of no sequence
             slot[_POSITION] = -1
@@ -223,6 +228,7 @@ class DecodeGraphs:
 
     def restart(self) -> None:
         """After steps that may have been launched in part: the host and the device agree again on whose turn it is."""
+        self.launches.drop()
         torch.cuda.synchronize(self._rows.device)
         self._mailbox.restart()
 
@@ -304,14 +310,16 @@ class DecodeGraphs:
         self._drawn_already = found.greedy is not None and how is Draw.GREEDY and graph is found.forward
         graph = found.greedy if self._drawn_already else graph
         if graph is None:
+            self.launches.release()
             found.hidden.copy_(self._hidden(bucket, self._max_model_len, kind=self._kind))
         else:
-            graph.replay()
+            self.launches.replay(graph)
         self._mailbox.queued()
 
     def _compute_first(self, bucket: int, found: _Bucket, kind: Kind) -> None:
         """Eagerly, over what the graph will read: every first use is paid for, and the graph is captured after it."""
         self._drawn_already = False
+        self.launches.release()
         found.hidden.copy_(self._hidden(bucket, self._max_model_len, kind=kind))
         self._mailbox.queued()
         self._recorder.follow()
@@ -329,18 +337,37 @@ class DecodeGraphs:
         bucket = self._bucket(len(rows))
         assert bucket is not None, f"no graph serves {len(rows)} rows"
         found = self._captured[bucket]
-        self._write(bucket, rows, positions - self._recorder.ahead)[_COUNT, 0] = 0
         if hidden.data_ptr() != found.hidden.data_ptr():
+            self.launches.release()
             found.hidden[: len(rows)].copy_(hidden)
-        self._fetch(self._mailbox.inward, self._mailbox.turn, self._columns(bucket), self._rows.tables[0])
+        return self.draw_at(bucket, rows, positions, how)
+
+    def draw_at(self, bucket: int, rows: Ints, positions: Ints, how: Draw) -> Ints:
+        """The same from hidden states that lie in the bucket's own; a token at position 0 is stored nowhere."""
+        found = self._captured[bucket]
+        self._write(bucket, rows, positions - self._recorder.ahead)[_COUNT, 0] = 0
+        self._fetch_alone(bucket, found)
         self._mailbox.queued()
-        found.draws[how].replay()
+        self.launches.replay(found.draws[how])
         return self._mailbox.answer[: len(rows)]
+
+    def _fetch_alone(self, bucket: int, found: _Bucket) -> None:
+        fetch = partial(
+            self._fetch, self._mailbox.inward, self._mailbox.turn, self._columns(bucket), self._rows.tables[0]
+        )
+        if not self.launches.holding:
+            fetch()
+            return
+        if found.fetch is None:
+            with self._recorder.captures(), self._recorder.recording() as found.fetch:
+                fetch()
+        self.launches.replay(found.fetch)
 
     def hidden(self, bucket: int, count: int) -> Tensor:
         """The forward pass of the step just written, and what it brings: [count, hidden]. The next one overwrites it;
         work queued before sees it."""
         self.compute(bucket)
+        self.launches.release()
         return self._captured[bucket].hidden[:count]
 
     def entry(self, bucket: int, count: int) -> Tensor:
@@ -360,7 +387,7 @@ class DecodeGraphs:
         """Tokens of the step just computed, written into its rows. Returns where (token, usable) of each will be on the
         host once the step has ended, [count, 2] int32, until more steps are queued than can be in flight."""
         if not self._drawn_already:
-            self._captured[bucket].draws[how].replay()
+            self.launches.replay(self._captured[bucket].draws[how])
         return self._mailbox.answer[:count]
 
     def _bucket(self, count: int) -> int | None:
@@ -481,14 +508,15 @@ class Mailbox:
         device: torch.device,
         stream: torch.cuda.Stream,
         slots: int = _SLOTS,
+        mark: Callable[[torch.cuda.Event, torch.cuda.Stream], None] | None = None,
     ) -> None:
-        """``stream``: where steps are queued."""
+        """``stream``: where steps are queued. ``mark``: as Launches has it."""
         written, self.inward = shared_memory((slots, *inward), device)
         read, self.outward = shared_memory((slots, *outward), device)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self.slots: list[Ints] = list(written.numpy())
         self._answers: list[Ints] = list(read.numpy())
-        self._stream = stream
+        self._stream, self._mark = stream, mark or Launches().mark
         self._fetched = [torch.cuda.Event() for _ in range(slots)]
         self._at = -1
 
@@ -505,7 +533,7 @@ class Mailbox:
 
     def queued(self) -> None:
         """What fetches the slot given out last is queued."""
-        self._fetched[self._at].record(self._stream)
+        self._mark(self._fetched[self._at], self._stream)
 
     @property
     def answer(self) -> Ints:

@@ -225,6 +225,7 @@ class ModelRunner:
                 self._begin(step)  # drafting is part of it
             step.plan, step.drafts = self._speculator.begin(plan)
         if plan.masked and step.drafts is not None:
+            self.passes.release()
             if self._stream is None:
                 return step  # computed without the drafts that grammars refute; a queue goes on, its tokens cost less
             step.proposed = _recorded()

@@ -158,6 +158,8 @@ class ForwardPasses:
             packing = branched(packing, drafts.trees)
         slots = self._slots(plan.rows)
         found = self._as_rows(plan, packing, adapted=slots is not None)
+        if found is None or found.draw is None:
+            self.release()
         if found is None and not plan.drafts:
             found = self._as_prompts(plan, packing, adapted=slots is not None)
         return self._eager(plan, packing, slots) if found is None else found
@@ -207,9 +209,21 @@ class ForwardPasses:
             tree=packing if chained and packing.tree is not None else None,
         )
         if how is not None:
-            draw = partial(graphs.draw, bucket, count, how)
+            draw = partial(self._drawn_last, graphs, bucket, count, how)
             return Pass(partial(graphs.compute, bucket, how), packing, draw=draw)
         return Pass(partial(self._replayed, graphs, bucket, count), packing, partial(graphs.entry, bucket, count))
+
+    @staticmethod
+    def _drawn_last(graphs: DecodeGraphs, bucket: int, count: int, how: Draw) -> Ints:
+        """Behind which nothing of the step is held any more."""
+        found = graphs.draw(bucket, count, how)
+        graphs.launches.release()
+        return found
+
+    def release(self) -> None:
+        """What is held for the step's own graphs goes without them."""
+        if self.graphs is not None:
+            self.graphs.launches.release()
 
     def _verifies_all(self, plan: StepPlan, packing: Packing) -> bool:
         """Whether every token is sampled from, in order, in a step with drafts."""

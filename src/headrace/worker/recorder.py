@@ -18,6 +18,7 @@ from headrace.kernels.inputs import ForwardInputs
 from headrace.models.decoder import Decoder
 from headrace.models.draft_head import DraftHead
 from headrace.worker.device_memory import scratch_of_graphs
+from headrace.worker.launches import Launches
 from headrace.worker.rows import Gather, Rows
 
 
@@ -35,15 +36,17 @@ class Recorder:
         tables: Sequence[Tensor] | None = None,
         entry: Tensor | None = None,  # [most tokens, hidden]
         ahead: int = 0,
+        launches: Launches | None = None,
     ) -> None:
         """``groups``: which of the rows' block tables each cache is read by; None: its own. ``tables``: instead of
         these. ``entry``: of a stage or a head, where the hidden states will be that it goes on from. ``ahead``: as
-        Gather has it."""
+        Gather has it. ``launches``: of all graphs that may be held together."""
         self.decoder = decoder
         self.kernels = kernels
         self.rows = rows
         self.gather = Gather(rows, kernels, tables, ahead)
         self.entry, self.ahead = entry, ahead
+        self.launches = launches or Launches()
         self._kv_caches = tuple(kv_caches)
         self._groups = tuple(range(len(kv_caches))) if groups is None else tuple(groups)
         self._pool = torch.cuda.graph_pool_handle()
@@ -74,6 +77,7 @@ class Recorder:
 
     def renew(self) -> None:
         """No graph is left: later ones have memory of their own, and what these had is the driver's again."""
+        self.launches.forget()
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
 
@@ -85,12 +89,15 @@ class Recorder:
     def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
         """What is launched within becomes the graph. (torch.cuda.graph would also synchronise and empty the allocator,
         every time.)"""
-        graph = torch.cuda.CUDAGraph()
+        keeps = self.launches.joins
+        graph = torch.cuda.CUDAGraph(keep_graph=keeps)
         with torch.cuda.stream(self._stream):
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 yield graph
                 graph.capture_end()
+                if keeps:
+                    graph.instantiate()
             except BaseException:
                 self._abandon(graph)
                 raise

@@ -73,6 +73,7 @@ from headrace.worker.executor import DeviceExecutor
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.head_start import HeadStart, Stages
 from headrace.worker.host import process_memory
+from headrace.worker.launches import Launches
 from headrace.worker.memory import COPY, Room, buckets_up_to, memory_decision, row_bytes
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.passes import ForwardPasses
@@ -450,7 +451,8 @@ class Worker:
         if not setup.spec.embeds:
             most_rows = buckets_up_to(setup.most_verified)[-1]
             entry = torch.zeros((most_rows, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
-        recorder = Recorder(self._decoder, self._kernels, rows, kv_caches, entry=entry)
+        launches = Launches(joins=self._drafting.model is not None)
+        recorder = Recorder(self._decoder, self._kernels, rows, kv_caches, entry=entry, launches=launches)
         most: dict[str, Any] = {
             "max_num_seqs": setup.most_verified,
             "max_model_len": max_model_len,
@@ -458,7 +460,7 @@ class Worker:
         }
         stages = config.device.pipeline_parallel_size
         decode = DecodeGraphs(recorder, **most, stages=stages) if setup.spec.pooling is None else None
-        draft = self._drafting.create_graphs(rows, own, most)
+        draft = self._drafting.create_graphs(rows, own, most, launches)
         if not config.device.prompt_graphs or stages > 1 or setup.share is not None:
             return Graphs(decode, None, draft)
         token_bytes = sum(each[0].nbytes / size for each, size in zip(kv_caches, rows.block_sizes, strict=True))

@@ -9,7 +9,7 @@ torch has made the context and knows the stream; a launch may be captured.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -119,6 +119,33 @@ class Function:
             return
         sizes = (c_uint(programs), c_uint(1), c_uint(1), c_uint(threads), c_uint(1), c_uint(1), c_uint(self._shared))
         _check(_driver().cuLaunchKernel(self._handle, *sizes, c_void_p(stream), arguments, None), "launching")
+
+
+class GraphChain:
+    """Captured graphs, one after another, as one: each is a node of it. ``graphs``: their handles; the memory they name is
+    the caller's to keep."""
+
+    def __init__(self, graphs: Sequence[int]) -> None:
+        driver, whole, before, self._chain = _driver(), c_void_p(), list[c_void_p](), c_void_p()
+        _check(driver.cuGraphCreate(byref(whole), c_uint(0)), "joining graphs")
+        try:
+            for graph in graphs:
+                node, order = c_void_p(), (c_void_p * len(before))(*before)
+                given = byref(node), whole, order, c_size_t(len(before)), c_void_p(graph)
+                _check(driver.cuGraphAddChildGraphNode(*given), "joining graphs")
+                before = [node]
+            made = driver.cuGraphInstantiateWithFlags(byref(self._chain), whole, c_uint64(0))
+            _check(made, "joining graphs")
+        finally:
+            driver.cuGraphDestroy(whole)
+
+    def launch(self, stream: int) -> None:
+        _check(_driver().cuGraphLaunch(self._chain, c_void_p(stream)), "launching joined graphs")
+
+    def __del__(self) -> None:
+        """One under way goes when it has ended."""
+        if self._chain:
+            _driver().cuGraphExecDestroy(self._chain)
 
 
 class TensorMap(ctypes.Structure):
