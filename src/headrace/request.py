@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.errors import InvalidRequest
@@ -547,15 +547,22 @@ class TokenLogprobs:
 
 
 class Singles(Seq[tuple[int, ...]]):
-    """One token of each of many samples, as a column: a tuple is made when it is read."""
+    """One token of each of many samples, as a column: a tuple is made when it is read. ``values``: a list, or what has
+    ``tolist``."""
 
-    __slots__ = ("column",)
+    __slots__ = ("values",)
 
-    def __init__(self, column: list[int]) -> None:
-        self.column = column
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    @property
+    def column(self) -> list[int]:
+        if not isinstance(self.values, list):
+            self.values = self.values.tolist()
+        return self.values
 
     def __len__(self) -> int:
-        return len(self.column)
+        return len(self.values)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         return zip(self.column)
@@ -569,9 +576,43 @@ class Singles(Seq[tuple[int, ...]]):
     __hash__ = None  # type: ignore[assignment]
 
 
+class Runs(Seq[tuple[int, ...]]):
+    """Some tokens of each of many samples: all of them as one column, and how many are whose."""
+
+    __slots__ = ("_ends", "column", "counts")
+
+    def __init__(self, column: list[int], counts: list[int]) -> None:
+        self.column = column
+        self.counts = counts
+        self._ends: list[int] | None = None  # where each begins, and the last one ends
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        left = iter(self.column)
+        return (tuple(islice(left, count)) for count in self.counts)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return list(self)[at]
+        if self._ends is None:
+            self._ends = list(accumulate(self.counts, initial=0))
+        at = range(len(self.counts))[at]
+        return tuple(self.column[self._ends[at] : self._ends[at + 1]])
+
+    __eq__ = Singles.__eq__
+    __hash__ = None  # type: ignore[assignment]
+
+
 def column_of(tokens: Seq[tuple[int, ...]]) -> list[int]:
     """All tokens, sample by sample."""
-    return tokens.column if isinstance(tokens, Singles) else list(chain.from_iterable(tokens))
+    return tokens.column if isinstance(tokens, (Singles, Runs)) else list(chain.from_iterable(tokens))
+
+
+def counts_of(tokens: Seq[tuple[int, ...]]) -> list[int]:
+    """How many are each sample's."""
+    return tokens.counts if isinstance(tokens, Runs) else list(map(len, tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,10 +151,11 @@ def test_drafts_and_their_verification_are_one_launch(monkeypatch: pytest.Monkey
             super().launch(stream)
 
     monkeypatch.setattr(launches, "GraphChain", Counted)
+    monkeypatch.setattr(launches, "_AGAIN", 1)
     found, right = _answers(LONG, graphed=True, drafts=3)
     assert found == _answers(LONG, graphed=False, drafts=0)[0] and right > 0.75
     # a forward pass and a draw, of three drafts and of the target; where the first pass catches up, its draw looks elsewhere
-    assert len(launched) > 4 and set(launched) <= {8, 9}
+    assert sum(each >= 8 for each in launched) > 3 and max(launched) <= 9
 
 
 def test_drafts_are_launched_one_by_one_where_the_driver_joins_nothing(

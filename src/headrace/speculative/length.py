@@ -19,7 +19,7 @@ from itertools import accumulate
 from operator import sub
 from typing import Protocol
 
-from headrace.request import DraftsAhead, StepPlan, StepResult
+from headrace.request import DraftsAhead, StepPlan, StepResult, column_of, counts_of
 from headrace.speculative.ahead import ROUGH, StagedRuns
 
 FIRST = 4  # drafts, while nothing is known
@@ -163,7 +163,7 @@ class Speculation:
         planned = min(max(plan.drafts), self.most)
         offered, right = [0] * planned, [0] * planned
         wanted = map(plan.drafts.__getitem__, plan.sample_work)
-        seen = Counter(zip(wanted, result.drafted, map(len, result.tokens), strict=True))
+        seen = Counter(zip(wanted, result.drafted, counts_of(result.tokens), strict=True))
         rows = 0
         for (most, drafted, tokens), alike in seen.items():
             if not (most and tokens):
@@ -201,7 +201,7 @@ class Speculation:
             each = max(0.0, min(seconds, ROUGH * (cost.plain + cost.each * drafted)) - cost.plain) / drafted
             cost.each += PACE * (each - cost.each)
         if any(plan.drafts):
-            cost.lost += seconds - cost.plain * sum(map(len, result.tokens)) / rows
+            cost.lost += seconds - cost.plain * len(column_of(result.tokens)) / rows
             self._drafted(cost, rows)
 
     def _time_plain(self, cost: _Cost, rows: int, seconds: float) -> None:

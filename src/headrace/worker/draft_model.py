@@ -17,6 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,8 @@ class Drawing(Proposer):
         """Rows' blocks, and copies of blocks, as the target has them."""
         for each in self._blocks:
             each.apply(plan)
+        if not plan.copy_group:
+            return
         for at, (group, cache) in enumerate(zip(groups, caches, strict=True)):
             pairs = zip(plan.copy_group, plan.copy_source, plan.copy_target, strict=True)
             same = [(source, target) for own, source, target in pairs if own == group]
@@ -126,6 +129,15 @@ class Drawing(Proposer):
         if found.device.type == "cpu":
             return found
         return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+
+
+def _joined_answers(answers: Sequence[Ints], last: NDArray[np.int64]) -> Ints:  # [rows, passes]
+    """Tokens that passes have left on the host; of the first those at ``last``."""
+    made: Ints = np.empty((len(last), len(answers)), dtype=np.int32)
+    made[:, 0] = answers[0][last, 0]
+    for depth, each in enumerate(answers[1:], start=1):
+        made[:, depth] = each[:, 0]
+    return made
 
 
 def _ends(starts: Ints, counts: Ints) -> Ints:  # [Σ counts]
@@ -176,7 +188,8 @@ class DraftModel(Drawing):
         """Computes what is new of prompts, or leaves that to ``propose``. Of a new row its first chunk says what was
         found in the cache: whoever computed that, drafted."""
         self._follow(plan, self._groups, self._kv_caches)
-        self._computed[list(plan.rows_dropped)] = _UNKNOWN  # one that is built again without has its keys
+        if plan.rows_dropped:
+            self._computed[list(plan.rows_dropped)] = _UNKNOWN  # one that is built again without has its keys
         if not plan.rows:
             return
         rows, starts, counts = (ints(column) for column in (plan.rows, plan.starts, plan.counts))
@@ -193,7 +206,7 @@ class DraftModel(Drawing):
     def propose(self, rows: Ints, lengths: Ints, most: Ints, ready: Ints | None = None) -> Proposal:
         """Its own next tokens, one after another; the first pass catches up. ``ready``: so many of each row are
         drawn."""
-        counts = np.where(self._may_draft(rows), most, 0).astype(np.int32)
+        counts = np.where(self._may_draft(rows), most, 0).astype(np.int32) if self._blocks else most
         begun = lengths if ready is None else (lengths + np.minimum(ready, counts)).astype(np.int32)
         left = lengths + counts - begun
         live, told = np.flatnonzero(left), None
@@ -270,7 +283,7 @@ class DraftModel(Drawing):
             answers.append(graphs.draw(bucket, count, how))
         if len(answers) < most:
             return None
-        return lambda: np.stack([answers[0][last, 0], *(each[:, 0] for each in answers[1:])], axis=1)
+        return partial(_joined_answers, answers, last)
 
     def _caught_up(self, graphs: DecodeGraphs, rows: Ints, contexts: Ints, last: NDArray[np.int64], how: Draw) -> Ints:
         """A pass over several tokens of a row, and the token behind each row's last; those behind others are stored

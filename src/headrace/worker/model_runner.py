@@ -490,7 +490,7 @@ def _read_samples(pieces: Sequence[Samples]) -> Read:
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
     errors: dict[int, str] = {}
     if len(pieces) == 1 and pieces[0].scores is None and (table := _table(pieces[0]))[:, 1].all():
-        return Singles(table[:, 0].tolist()), logprobs, errors
+        return Singles(table[:, 0].copy()), logprobs, errors
     tokens: list[tuple[int, ...]] = []
     for samples in pieces:
         first, table = len(tokens), _table(samples)

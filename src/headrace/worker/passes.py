@@ -30,7 +30,7 @@ from headrace.request import NO_SLOT, StepPlan
 from headrace.worker.arena import Arena
 from headrace.worker.graphs import DecodeGraphs
 from headrace.worker.prompt_graphs import PromptGraphs
-from headrace.worker.rows import Edits, Gather, Ints, Packing, Rows, ints, pack
+from headrace.worker.rows import Edits, Gather, Ints, Packing, Rows, even, ints, pack
 from headrace.worker.sampler import Draw, draw_of
 from headrace.worker.speculator import Drafts, branched
 
@@ -229,7 +229,9 @@ class ForwardPasses:
         """Whether every token is sampled from, in order, in a step with drafts."""
         if not plan.drafts or plan.prompt_logprobs or self._padded:
             return False
-        return np.array_equal(packing.sampled(plan), np.arange(len(packing.chunk)))
+        return plan.sample_back is even(len(plan.rows), plan.counts[0]).back or np.array_equal(
+            packing.sampled(plan), np.arange(len(packing.chunk))
+        )
 
     def _replayed(self, graphs: DecodeGraphs, bucket: int, count: int, _: Tensor | None = None) -> Tensor:
         hidden = graphs.hidden(bucket, count)

@@ -21,7 +21,9 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
+from functools import lru_cache
 from itertools import accumulate, compress, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -423,6 +425,32 @@ LEAST_LEADING = 16  # sequences of one query before prompts, from which on they 
 LEAST_QUERIES = {"cpu": 128, "cuda": 1024}
 
 
+class Even(NamedTuple):
+    """Chunks of as many tokens each, all of which are sampled from: where these lie in a step, and its plan's columns. All
+    of it is shared, and never changed."""
+
+    query_start: Ints  # [chunks + 1]
+    chunk: Ints  # [tokens]
+    inside: Ints  # [each]: 0, 1, …
+    every: array[int]  # [chunks]: 0, 1, …
+    counts: array[int]  # [chunks]
+    work: array[int]  # [tokens]: as ``chunk``
+    back: array[int]  # [tokens]: how far before its chunk's last each is
+
+
+@lru_cache(maxsize=64)
+def even(chunks: int, each: int) -> Even:
+    first, inside = iota(chunks + 1), iota(each)
+    chunk = np.repeat(first[:-1], each)
+    columns = first[:-1], np.full(chunks, each), chunk, np.tile(inside[::-1], chunks)
+    return Even(first * each, chunk, inside, *map(as_array, columns))
+
+
+def as_array(values: ArrayLike) -> array[int]:
+    """A column of a plan."""
+    return array("i", np.asarray(values, dtype=np.int32).tobytes())
+
+
 @dataclass(frozen=True, slots=True)
 class PackedTree:
     """Of a step in which chunks are trees, as ``TreeInputs`` has them: ``place``, where each packed token's id and key
@@ -503,9 +531,8 @@ def _pack(plan: StepPlan, padded: bool) -> Packing:
         every = iota(len(counts) + 1)
         return Packing(every, starts + 1, every[:-1], starts)
     if (counts == counts[0]).all():  # as steps that verify drafts are
-        each, count = iota(len(counts) + 1), int(counts[0])
-        chunk = np.repeat(each[:-1], count)
-        return Packing(each * count, starts + count, chunk, starts[chunk] + np.tile(iota(count), len(counts)))
+        laid = even(len(counts), count := int(counts[0]))
+        return Packing(laid.query_start, starts + count, laid.chunk, (starts[:, None] + laid.inside).ravel())
     lengths = np.full_like(counts, counts.max()) if padded else counts
     query_start = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(lengths, out=query_start[1:])

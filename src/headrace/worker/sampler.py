@@ -331,7 +331,7 @@ class Sampler:
 
     def count(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
         """Tokens that rows have got, where these count them."""
-        for at in np.flatnonzero(self._rows.traits[list(rows)] & _COUNTED).tolist():
+        for at in np.flatnonzero(self._rows.traits[np.asarray(rows)] & _COUNTED).tolist():
             if tokens[at]:
                 ids = torch.tensor(tokens[at], dtype=torch.int64, device=self._rows.device)
                 self._rows.counts[rows[at]].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))

@@ -34,8 +34,8 @@ import torch
 from headrace.parallel.pipeline import Pipe
 from headrace.request import DraftsAhead, StepPlan
 from headrace.worker.judge import Judge
-from headrace.worker.rows import Ints, Rows, ints
-from headrace.worker.speculator import Drafts, Proposal, Proposer, Speculator, as_array, with_samples
+from headrace.worker.rows import Ints, Rows, as_array, ints
+from headrace.worker.speculator import Drafts, Proposal, Proposer, Speculator, with_samples
 
 # Columns of the message, by chunk: tokens before what is proposed; whether the last ones of these are unverified drafts
 # (or _VOID, refuted ones, and no hidden states come); how many tokens are proposed, then these.
