@@ -71,6 +71,10 @@ class Pass:
     graph_tokens: int = 0
 
 
+def _nothing(begun: Tensor | None = None) -> Tensor | None:
+    return begun
+
+
 class ForwardPasses:
     """Of one decoder over one KV cache and one set of rows.
 
@@ -156,6 +160,8 @@ class ForwardPasses:
         packing = pack(plan, padded=self._padded, prune=self._prune, first=self.pools_first)
         if drafts is not None and drafts.trees:
             packing = branched(packing, drafts.trees)
+        if drafts is not None and drafts.cancelled:  # nothing is computed of it, whatever is received
+            return Pass(_nothing, packing, partial(self._entry, len(packing.chunk)))
         slots = self._slots(plan.rows)
         found = self._as_rows(plan, packing, adapted=slots is not None)
         if found is None or found.draw is None:
@@ -198,7 +204,7 @@ class ForwardPasses:
             chained = False
             if not (graphs.adapts(count) if adapted else graphs.serves(count)):
                 return None
-        elif not chained or self._staged:
+        elif not chained:
             return None
         bucket = graphs.write(
             rows[packing.chunk],

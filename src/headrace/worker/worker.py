@@ -451,14 +451,14 @@ class Worker:
         if not setup.spec.embeds:
             most_rows = buckets_up_to(setup.most_verified)[-1]
             entry = torch.zeros((most_rows, setup.spec.hidden_size), dtype=setup.dtype, device=setup.device)
-        launches = Launches(joins=self._drafting.model is not None)
+        stages = config.device.pipeline_parallel_size
+        launches = Launches(joins=self._drafting.model is not None and stages == 1)  # others are told of drafts at once
         recorder = Recorder(self._decoder, self._kernels, rows, kv_caches, entry=entry, launches=launches)
         most: dict[str, Any] = {
             "max_num_seqs": setup.most_verified,
             "max_model_len": max_model_len,
             "max_logits_rows": config.scheduler.logits_rows,
         }
-        stages = config.device.pipeline_parallel_size
         decode = DecodeGraphs(recorder, **most, stages=stages) if setup.spec.pooling is None else None
         draft = self._drafting.create_graphs(rows, own, most, launches)
         if not config.device.prompt_graphs or stages > 1 or setup.share is not None:
