@@ -439,11 +439,13 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """Which adapter a prompt is answered with, as vLLM's: by its name; ``lora_path``: PEFT's folder, where the engine
-    does not know the name yet. ``lora_int_id`` is of no use here."""
+    does not know the name yet. ``load_inplace``: what lies there by now is read, though the name is known.
+    ``lora_int_id`` is of no use here."""
 
     lora_name: str
     lora_int_id: int = 1
     lora_path: str = ""
+    load_inplace: bool = False
 
 
 class FinishReason(str, Enum):

@@ -242,6 +242,11 @@ def test_asleep_and_reloaded_under_the_same_name(llama: tuple[Any, Path], tmp_pa
             llm.sleep(level)
             llm.wake_up()
             assert answers(llm, PROMPTS[:1], LoRARequest("x"), long) == second
+        adapters.write(tmp_path / "2", model, seed=1, strength=0.6)
+        assert answers(llm, PROMPTS[:1], LoRARequest("x", 1, str(tmp_path / "2")), long) == second
+        again = LoRARequest("x", load_inplace=True)
+        said = llm.stream({"prompt_token_ids": PROMPTS[0]}, long, lora_request=again)
+        assert [token for delta in said for token in delta.token_ids] == first[0]
 
 
 def test_prefixes_of_adapters_never_mix(llama: tuple[Any, Path]) -> None:

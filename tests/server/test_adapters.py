@@ -80,6 +80,7 @@ def test_an_adapter_is_named_as_the_model(server: Server) -> None:
 def test_a_name_that_stands_for_nothing(server: Server, name: str) -> None:
     answer = server.ask("POST", "/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
     assert answer.status == 404 and answer.json["error"]["code"] == "model_not_found"
+    assert "use base, first, later, named, second, wide." in answer.json["error"]["message"]
 
 
 def test_one_that_does_not_fit_is_its_own_requests_error(server: Server) -> None:

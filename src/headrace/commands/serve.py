@@ -45,13 +45,13 @@ def run(args: argparse.Namespace) -> int:
 def _serve(engine: EngineConfig, server: ServerConfig, began: float) -> int:
     """One engine's process imports what it needs while this one does."""
     from headrace import __version__
-    from headrace.processes.child import EARLY, begin
+    from headrace.processes.child import begin
 
     # until the server hears it (lifecycle.py); an exception would be lost where it comes while a module is compiled
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     tell_processes(server.log_format)
     below = engine.device.executor != "model" or _is_below(engine, server)
-    begun = None if below else begin("headrace.engine.process", words=(EARLY,))
+    begun = None if below else begin("headrace.engine.process", words=(str(os.getpid()),))
     try:
         from headrace.engine.client import AsyncLLM
         from headrace.server.run import run_server

@@ -187,6 +187,7 @@ class AsyncLLM:
         self._closing = False
         self.used: Callable[[], None] = lambda: None  # with each request; may raise and refuse it
         self._adapters = frozenset(config.adapters.modules)
+        self.adapter_names: Sequence[str] = sorted(self._adapters)  # as they were told last
         connection.listen(self._on_step, self._on_death)
 
     @classmethod
@@ -380,7 +381,8 @@ class AsyncLLM:
         self._adapters = frozenset((await self._connection.ask(frames.AskAdapters))["names"])
         folder = self.config.adapters.lora_dir
         found = [] if folder is None else await asyncio.to_thread(adapter_names, Path(folder))
-        return sorted(self._adapters.union(found))
+        self.adapter_names = sorted(self._adapters.union(found))
+        return self.adapter_names
 
     async def load_adapter(self, name: str, folder: str, *, in_place: bool) -> None:
         """Returns once it is in host memory. Raises InvalidRequest for what is no adapter of this model, and for a name

@@ -258,6 +258,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         clamp: bool = False,
+        lora_request: LoRARequest | None = None,
         **chat_options: Any,
     ) -> Generator[RequestDelta, None, None]:
         """One prompt (or one conversation), delta by delta. Closing the generator early aborts the request.
@@ -269,7 +270,7 @@ class LLM:
             parsed = self._inputs.chat_prompt(cast(Conversation, prompt), **chat_options)
         else:
             parsed = parse_prompt(cast(Prompt, prompt))
-        return self._stream(self._request(parsed, sampling_params, clamp=clamp))
+        return self._stream(self._request(parsed, sampling_params, clamp=clamp, lora=lora_request))
 
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, clamp: bool = False
@@ -403,7 +404,7 @@ class LLM:
                 f"lora_request names {lora.lora_name!r}, but this engine serves no adapters; set enable_lora (--enable-lora)."
             )
         try:
-            registry.require(lora.lora_name, lora.lora_path)
+            registry.load(lora.lora_name, lora.lora_path, lora.load_inplace or None)
         except (ModelError, ConfigError) as error:
             raise InvalidRequest(error.message, param="lora_request") from error
         return lora.lora_name

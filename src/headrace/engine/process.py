@@ -28,7 +28,7 @@ from headrace.engine.loop import EngineLoop, Link, Links, LoopState, ParentGone,
 from headrace.errors import HeadraceError, StepFailed
 from headrace.observe.logs import configure_child
 from headrace.portability import ignore_terminal
-from headrace.processes.child import EARLY, share_interpreter
+from headrace.processes.child import share_interpreter
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import empty_free_lists, freeze_start, no_collections
 from headrace.processes.messages import BadFrame, pack, receive
@@ -151,8 +151,9 @@ def main() -> None:
     logging.getLogger("headrace").setLevel(os.environ.get("HEADRACE_LOG_LEVEL", "info").upper())
     try:
         sock, state = parent_socket(), LoopState()
-        end_with_parent()  # from here on nothing of ours is left behind
-        if EARLY in sys.argv:
+        parent = int(sys.argv[1]) if sys.argv[1:] else None  # one that has much to do before it speaks
+        end_with_parent(parent)  # from here on nothing of ours is left behind
+        if parent is not None:
             _import_ahead()
         launch = receive(sock, frames.Launch)
         links = Links(Link(sock, frames.Command), socket.socket(fileno=launch.door))

@@ -100,7 +100,7 @@ class AdapterRegistry:
                 param="lora_name",
             )
         else:
-            self._check(folder)
+            self._check(folder := folder or known.folder)
             self._enter(name, folder)
         return known
 

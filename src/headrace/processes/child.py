@@ -23,7 +23,6 @@ from socket import socket, socketpair
 import headrace
 
 SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter from others
-EARLY = "early"  # the word to a child that its parent has much to do before it speaks
 FIRST_WAIT, LONGEST_WAIT = 0.25, 2.0  # seconds before another life; it doubles while lives are short
 SHORT_LIFE = 60.0  # seconds
 

@@ -120,6 +120,7 @@ class WakeOnUse:
             log.error("The model could not be woken: %s", error.message)
 
 
+_NAMED = 20  # models and adapters, at most, where one is asked for that is not there
 _BEFORE, _AFTER = "Thinking of it.", "Having thought."  # in a conversation that shows what stands between
 
 
@@ -270,11 +271,7 @@ class Model:
         if name is None:
             return served[0]
         if name not in served and self.adapter_of(name) is None:
-            raise NotFound(
-                f"The model {name[:100]!r} is not served here; use {' or '.join(served)}.",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, [*served, *self.any_engine.adapter_names])
         return name
 
     def check_task(self, *tasks: str) -> None:
@@ -301,6 +298,12 @@ class Model:
         """With the model that is asked for. Raises NotFound."""
         await self.learn(name)
         return replace(options, model=self.check_model(name), fingerprint=self.fingerprint)
+
+
+def unknown_model(name: str, known: Sequence[str]) -> NotFound:
+    others = f" or one of {len(known) - _NAMED} others (/v1/models)" if len(known) > _NAMED else ""
+    told = f"The model {name[:100]!r} is not served here; use {', '.join(known[:_NAMED])}{others}."
+    return NotFound(told, param="model", code="model_not_found")
 
 
 class Limits:

@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import Any, get_args
 from urllib.parse import parse_qsl, urlencode
 
-from headrace.errors import InvalidRequest, NotFound, Unavailable
+from headrace.errors import InvalidRequest, Unavailable
 from headrace.server.app import ROUTES
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import Lines, model_label
 from headrace.server.members.manager import ModelManager
 from headrace.server.members.member import Condition, Member
 from headrace.server.openapi import Handler, Route
-from headrace.server.service import Service
+from headrace.server.service import Service, unknown_model
 
 
 class SharedService(Service):
@@ -81,7 +81,7 @@ class SharedService(Service):
         if not names and exchange.method not in ("GET", "HEAD") and len(self.members) > 1:
             raise InvalidRequest(f"Say which model, as ?model=NAME: {self._known}.", param="model")
         if names and names[0] not in self.by_name:
-            raise self._unknown(names[0])
+            raise unknown_model(names[0], [*self.by_name])
         return self.by_name[names[0]] if names else self.members[0]
 
     async def find(self, name: str) -> Service:
@@ -97,12 +97,8 @@ class SharedService(Service):
                 await model.learn(name)
                 if model.adapter_of(name) is not None:
                     return member
-        raise self._unknown(name)
-
-    def _unknown(self, name: str) -> NotFound:
-        return NotFound(
-            f"The model {name[:100]!r} is not served here; use {self._known}.", param="model", code="model_not_found"
-        )
+        adapters = [each for one in self.members if one.engine is not None for each in one.engine.adapter_names]
+        raise unknown_model(name, [*self.by_name, *adapters])
 
     @property
     def _known(self) -> str:
