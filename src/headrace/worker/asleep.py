@@ -15,7 +15,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import CFUNCTYPE, byref, c_int, c_size_t, c_ssize_t, c_void_p
+from ctypes import CFUNCTYPE, c_int, c_size_t, c_ssize_t, c_void_p
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import OutOfMemory
+from headrace.lora.pinned import pinned_zeros
+from headrace.worker.host import available_memory
 from headrace.worker.virtual_memory import GIB, VirtualMemory, check, driver
 
 
@@ -88,8 +90,7 @@ class DeviceMemory:
         self._device = device
         self._memory = VirtualMemory()
         self._regions: dict[int, _Region] = {}  # by address
-        self._host = c_void_p()
-        self._host_size = 0
+        self._host: Tensor | None = None  # [1, bytes]
         self._allocators = [self._create_allocator(kept) for kept in (True, False)]
 
     @contextmanager
@@ -166,14 +167,16 @@ class DeviceMemory:
             return
         torch.cuda.synchronize(self._device)
         kept = [region for region in self._regions.values() if region.kept]
-        self._reserve_host(sum(region.size for region in kept))
-        place = self._host.value or 0
+        place = self._reserve_host(sum(region.size for region in kept))
+        for region in self._regions.values():
+            if not region.kept:  # the driver clears it while weights are copied: one that wakes at once would wait
+                self._unmap(region)
         for region in kept:
             copied = driver().cuMemcpyDtoHAsync_v2(place, region.address, region.size, self._stream)
             check(copied, "a copy of weights")
             place += region.size
         torch.cuda.synchronize(self._device)
-        for region in self._regions.values():
+        for region in kept:
             self._unmap(region)
         torch.cuda.empty_cache()
 
@@ -181,7 +184,7 @@ class DeviceMemory:
         """Weights are on their way while the memory for KV is still being mapped, and torch's own is allocated."""
         regions = sorted((each for each in self._regions.values() if not each.handle), key=lambda each: not each.kept)
         torch.cuda.empty_cache()
-        place = self._host.value or 0
+        place = 0 if self._host is None else self._host.data_ptr()
         try:
             for region in regions:
                 self._map(region)
@@ -202,16 +205,18 @@ class DeviceMemory:
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
 
-    def _reserve_host(self, size: int) -> None:
-        if size > self._host_size:
-            if self._host_size:
-                driver().cuMemFreeHost(self._host)
-            self._host, self._host_size = c_void_p(), 0
-            check(driver().cuMemHostAlloc(byref(self._host), size, 0), f"{size / GIB:.2f} GiB of pinned host memory")
-            self._host_size = size
+    def _reserve_host(self, size: int) -> int:
+        """Its address."""
+        if self._host is None or self._host.numel() < size:
+            self._host = None
+            if size > (free := available_memory()):
+                needed, there = (f"{each / GIB:.2f} GiB" for each in (size, free))
+                raise OutOfMemory(
+                    f"Weights take {needed} of host memory, and {there} are free. Free some, and try again."
+                )
+            self._host = pinned_zeros(1, size, torch.uint8)
+        return self._host.data_ptr()
 
     def close(self) -> None:
         self.refill = self.restore = lambda: None
-        if self._host_size:
-            driver().cuMemFreeHost(self._host)
-            self._host_size = 0
+        self._host = None

@@ -55,8 +55,6 @@ def driver() -> ctypes.CDLL:
     library.cuMemRelease.argtypes = (c_uint64,)
     library.cuMemExportToShareableHandle.argtypes = (POINTER(c_int), c_uint64, c_int, c_uint64)
     library.cuMemImportFromShareableHandle.argtypes = (POINTER(c_uint64), c_void_p, c_int)
-    library.cuMemHostAlloc.argtypes = (POINTER(c_void_p), c_size_t, c_int)
-    library.cuMemFreeHost.argtypes = (c_void_p,)
     library.cuMemcpyDtoHAsync_v2.argtypes = (c_void_p, c_uint64, c_size_t, c_void_p)
     library.cuMemcpyHtoDAsync_v2.argtypes = (c_uint64, c_void_p, c_size_t, c_void_p)
     return library
