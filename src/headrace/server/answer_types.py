@@ -329,14 +329,6 @@ class Deleted(Struct):
     deleted: bool = True
 
 
-class Items(Struct):
-    data: list[Object]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
-
-
 class Tokens(Struct):
     count: Count
     max_model_len: Count

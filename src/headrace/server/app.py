@@ -166,10 +166,6 @@ ROUTES = (
     Route("GET", "/v1/responses/{id}", responses.show, "a response that was stored", answer=answers.Response, query=responses.Shown),
     Route("DELETE", "/v1/responses/{id}", responses.delete, "forget a stored response", answer=answers.Deleted),
     Route(
-        "GET", "/v1/responses/{id}/input_items", responses.input_items, "what a stored response answers",
-        answer=answers.Items, query=responses.Page,
-    ),
-    Route(
         "POST", "/v1/messages", messages.messages, "the same, as Anthropic's Messages API",
         body=messages.MessagesBody, answer=answers.Message, errors=_AS_ANTHROPIC,
     ),

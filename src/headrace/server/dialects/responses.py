@@ -10,10 +10,10 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from headrace.errors import HeadraceError, InvalidRequest, NotFound
 from headrace.request import Given, Json
@@ -22,7 +22,6 @@ from headrace.server.answer_types import (
     Deleted,
     Incomplete,
     Item,
-    Items,
     ReadTokens,
     Response,
     ResponseUsage,
@@ -46,12 +45,6 @@ _ID_PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 class Shown(Struct, forbid_unknown_fields=True):
     stream: Literal["false"] = "false"  # it has ended, and is shown whole
-
-
-class Page(Struct, forbid_unknown_fields=True):
-    order: Literal["asc", "desc"] = "desc"
-    limit: Annotated[int, Meta(ge=1, le=100)] = 20
-    after: str | None = None
 
 
 async def responses(service: Service, exchange: Exchange) -> None:
@@ -80,7 +73,7 @@ class _ResponseRoute:
                 found.size, lambda: request.after(_conversation(found)), self._exchange.tenant
             )
         if request.body.store:
-            items = [{"id": f"item_{uuid.uuid4().hex}", **item} for item in request.items]
+            items = request.items
             size = sum(len(text_of(message["content"])) for message in request.conversation.messages)
             self._items = await self._service.limits.threads.run(size, lambda: encode(items), self._exchange.tenant)
         return request
@@ -130,25 +123,6 @@ async def delete(service: Service, exchange: Exchange) -> None:
     if not await service.first("delete_response", exchange.named, exchange.tenant):
         raise _unknown(exchange.named)
     await exchange.reply_json(Deleted(exchange.named))
-
-
-async def input_items(service: Service, exchange: Exchange) -> None:
-    """Newest first, by default, and a page at a time."""
-    found = await _require(service, exchange)
-    query = read_query(exchange.query, Page)
-    items: list[Any] = msgspec.json.decode(found.items)
-    if query.order == "desc":
-        items.reverse()
-    ids: list[str | None] = [None, *(item["id"] for item in items)]
-    if query.after not in ids:
-        raise InvalidRequest(
-            f"after is {str(query.after)[:100]!r}, which is no item of this response; give an item's id.", param="after"
-        )
-    first = ids.index(query.after)
-    page = items[first : first + query.limit]
-    more = first + query.limit < len(items)
-    first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    await exchange.reply_json(Items(page, first_id, last_id, more))
 
 
 class ResponseAnswer(PartsAnswer):

@@ -126,6 +126,5 @@ SHARED = frozenset(  # routes that no model has a part in, or that speak of all
     (
         "/", "/dashboard", "/web/{name}", "/version", "/openapi.json", "/health", "/ready", "/ping", "/load", "/metrics",
         "/v1/models", "/v1/models/{name}", "/v1/requests", "/v1/requests/{id}", "/v1/responses/{id}",
-        "/v1/responses/{id}/input_items",
     )
 )  # fmt: skip
