@@ -1,16 +1,18 @@
 """GGUF tensors under Hugging Face names: which tensor, which part of it, and how the converter changed it.
 
-What lives here: GGUF's names. What may not: torch, names in checkpoints (weight_rules.py), reading tensors
+What lives here: GGUF's names (gguf.toml). What may not: torch, names in checkpoints (weight_rules.py), reading tensors
 (gguf_checkpoint.py undoes the changes).
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from headrace.models.gguf_file import GGUFFile
@@ -36,28 +38,7 @@ class Origin:
     part: int | None = None
 
 
-# GGUF's words by the weight's name in the decoder: one for each tensor that it is merged of on disk.
-_WORDS = (
-    ("embedding", "token_embd"),
-    ("positions", "position_embd"),
-    ("norm", "output_norm"),
-    ("head", "output"),
-    ("attention_norm", "attn_norm"),
-    ("attention.qkv", "attn_q", "attn_k", "attn_v"),
-    ("attention.qkv", "attn_qkv"),
-    ("attention.q_norm", "attn_q_norm"),
-    ("attention.k_norm", "attn_k_norm"),
-    ("attention.output", "attn_output"),
-    ("post_attention_norm", "post_attention_norm"),
-    ("feed_forward_norm", "ffn_norm"),
-    ("feed_forward.up", "ffn_gate", "ffn_up"),
-    ("feed_forward.up", "ffn_up"),
-    ("feed_forward.down", "ffn_down"),
-    ("feed_forward.router", "ffn_gate_inp"),
-    ("experts.up", "ffn_gate_exps", "ffn_up_exps"),
-    ("experts.down", "ffn_down_exps"),
-    ("post_feed_forward_norm", "post_ffw_norm"),
-)
+OWN: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text(encoding="utf-8"))
 
 _INTERLEAVED = ("llama", "mistral", "mixtral")  # model types that are written as architecture "llama"
 _TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")  # gpt2's Conv1D
@@ -117,7 +98,7 @@ def _checkpoint_words(family: str) -> Mapping[str, str]:
     """GGUF's name → the checkpoint's, with braces for an expert's number."""
     words = names_of(family).words
     found: dict[str, str] = {}
-    for name, *own in _WORDS:
+    for name, own in ((name, own) for name, forms in OWN["words"].items() for own in forms):
         if len(own) == len(words.get(name, ())):
             within = f"{words['experts'][0]}.{{}}." if name.startswith("experts.") else ""
             found.update(zip(own, (within + word for word in words[name]), strict=True))

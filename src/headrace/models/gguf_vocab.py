@@ -7,13 +7,14 @@ GGUF only names, special tokens, chat templates. What may not: torch, tokenizing
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.errors import ModelError
 from headrace.models.files import TokenizerFiles
 from headrace.models.gguf_file import GGUFFile, read_gguf
+from headrace.models.gguf_names import OWN
 from headrace.models.sentencepiece import Piece, PieceType, added_tokens, bpe_tokenizer, vocabulary
 
 PREFIX = "tokenizer.ggml."
@@ -26,36 +27,24 @@ NAMED = {
     "mask_token": "mask_token_id",
 }
 
-# --- how text is split before merging, by the names GGUF gives --------------------------------------------------------
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
-_CASED = _WORDS + r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = _CASED % ("", "", r"\p{N}")
-_GPT4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", r"\p{N}{1,3}")
-_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
+class Split(NamedTuple):
+    """How text is split before merging. ``patterns``: applied one after another; ``nfc``: text is normalized first;
+    ``whole_words``: these skip the merges; ``bos``: by default."""
 
-# name → (patterns, applied one after another; NFC first; whole words skip the merges; BOS by default)
-Split = tuple[tuple[str, ...], bool, bool, bool]
-SPLITS: dict[str, Split] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), ((_GPT2,), False, False, False)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), ((_LLAMA3,), False, True, True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), ((_LLAMA3,), False, False, False)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), ((_QWEN2,), True, False, False)),
-    "stablelm2": ((_QWEN2,), False, False, False),
-    **dict.fromkeys(
-        ("starcoder", "refact", "command-r", "smollm", "codeshell"), ((r"\p{N}", _GPT2), False, False, False)
-    ),
-    "tekken": ((_TEKKEN,), False, True, True),
-    "gpt-4o": ((_GPT4O,), False, False, False),
-    "deepseek-coder": (("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), False, False, False),
-    "default": ((_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), False, False, False),
-}
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    whole_words: bool = False
+    bos: bool = False
+
+
+def _read_splits() -> Iterator[tuple[str, Split]]:
+    for row in OWN["splits"]:
+        split = Split(tuple(row["patterns"]), *(row.get(name, False) for name in Split._fields[1:]))
+        yield from ((name, split) for name in row["names"])
+
+
+SPLITS: Mapping[str, Split] = dict(_read_splits())
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerFiles | None:

@@ -7,15 +7,17 @@ Entry i of a head is made of the hidden states of position i and of token i + 1,
              fewer tokens (EAGLE-3, Li et al. 2025)
     mtp      x = fc [norm e; norm h], a layer; norm, and the target's LM head (DeepSeek-V3, 2024, section 2.2)
 
-What lives here: layouts, configs, weights and their names. What may not: torch, computing (draft_head.py), fitting a
+What lives here: layouts (heads.toml), configs, weights and their names. What may not: torch, computing (draft_head.py), fitting a
 head to a target (worker/draft_setup.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
@@ -27,12 +29,9 @@ from headrace.spec import DecoderSpec, NormKind
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """``layer``: what stands before the names of the layer's weights, as one of these has it; ``{}``: the target's
-    number of layers. ``words``: names of the others, where ``+`` is the layer's. ``beside``: q, k and v see embedding
-    and hidden states side by side. ``first_norm``: the layer has one. ``hidden_first``: of what fc takes. ``goes_on``:
-    a head's next entry takes its result with the last norm, not without."""
+    """A row of heads.toml, which says what it means."""
 
-    layer: tuple[str, ...]
+    layer: Sequence[str]
     words: Mapping[str, str]
     beside: bool = False
     first_norm: bool = True
@@ -40,37 +39,12 @@ class Layout:
     goes_on_normed: bool = False
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "eagle": Layout(("layers.0.",), {"fc": "fc"}, first_norm=False),
-    "eagle3": Layout(
-        ("midlayer.", "layers.0."), {"fc": "fc", "hidden_norm": "+hidden_norm", "norm": "norm"}, beside=True
-    ),
-    # Multi-token prediction, in the target's own checkpoint.
-    "mimo": Layout(
-        ("model.mtp_layers.0.",),
-        {"fc": "+input_proj", "embedding_norm": "+token_layernorm", "hidden_norm": "+hidden_layernorm", "norm": "+final_layernorm"},
-        hidden_first=True,
-        goes_on_normed=True,
-    ),
-    "qwen": Layout(
-        ("mtp.layers.0.",),
-        {"fc": "mtp.fc", "embedding_norm": "mtp.pre_fc_norm_embedding", "hidden_norm": "mtp.pre_fc_norm_hidden", "norm": "mtp.norm"},
-        goes_on_normed=True,
-    ),
-    "deepseek": Layout(
-        ("model.layers.{}.",),
-        {"fc": "+eh_proj", "embedding_norm": "+enorm", "hidden_norm": "+hnorm", "norm": "+shared_head.norm"},
-    ),
-}  # fmt: skip
-_PREDICTORS = ("mimo", "qwen", "deepseek")
+_TABLE = tomllib.loads(Path(__file__).with_name("heads.toml").read_text(encoding="utf-8"))
+LAYOUTS: Mapping[str, Layout] = {name: Layout(**row) for name, row in _TABLE["layouts"].items()}
+_PREDICTORS = ("mimo", "qwen", "deepseek")  # multi-token prediction, in the target's own checkpoint
 _EMBEDDING, _HEAD, _MAP = "embed_tokens", "lm_head", "d2t"
 _NESTED = ("model", "transformer_layer_config")  # in which some tools write the layer's own config
-_OF_HEADS = (  # fields of a head's config that are no decoder's
-    "draft_vocab_size", "target_hidden_size", "target_vocab_size", "norm_before_residual", "eagle_config", "bias",
-    "eagle_aux_hidden_state_layer_ids", "target_model_type", "truncated_vocab_size", "speculators_model_type",
-    "speculators_version", "speculators_config", "embed_requires_grad", "has_no_defaults_at_init", "num_lookahead_tokens", "method", "architectures",
-    *_NESTED,
-)  # fmt: skip
+_OF_HEADS = frozenset((*_TABLE["of_heads"], *_NESTED))
 
 
 @dataclass(frozen=True, slots=True)
