@@ -19,7 +19,7 @@ from headrace.server.dialects.body import Refused
 from headrace.server.dialects.chat import ChatBody
 from headrace.server.dialects.completions import CompletionBody
 from headrace.server.dialects.messages import CountBody, MessagesBody
-from headrace.server.dialects.responses_body import ResponsesBody
+from headrace.server.dialects.responses import ResponsesBody
 from headrace.server.dialects.tokens import DetokenizeBody, TokenizeBody
 from headrace.server.openapi import NO_MEANING, body_schemas
 

@@ -18,7 +18,7 @@ from headrace.server.dialects.body import TOLD, Body
 from headrace.server.dialects.chat import ChatBody, parse_chat
 from headrace.server.dialects.completions import CompletionBody, parse_completion
 from headrace.server.dialects.messages import MessagesBody, parse_messages
-from headrace.server.dialects.responses_body import ResponsesBody, parse_responses
+from headrace.server.dialects.responses import ResponsesBody, parse_responses
 from headrace.server.openapi import body_schemas
 from headrace.server.service import Service
 

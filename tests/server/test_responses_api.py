@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidRequest
-from headrace.server.dialects.responses import ResponseAnswer
-from headrace.server.dialects.responses_body import ResponsesBody, parse_responses
+from headrace.server.dialects.responses import ResponseAnswer, ResponsesBody, parse_responses
 from headrace.server.parsing.segments import Content, Reasoning, Segment, ToolCallArguments, ToolCallStart
 from headrace.server.wire import PromptState
 from tests.support.segments import SHAPE, Scripted, answered, named_events

@@ -18,7 +18,7 @@ from headrace.models.source import find_model
 from headrace.request import Request, SamplingParams, StructuredOutputs
 from headrace.server.dialects.chat import parse_chat
 from headrace.server.dialects.messages import parse_messages
-from headrace.server.dialects.responses_body import parse_responses
+from headrace.server.dialects.responses import parse_responses
 from headrace.server.thinking import Bound, BoundedStream, _BoundedAnswer
 from tests.server.fake_engine import SPOKEN
 from tests.support.serving import Server, events_of

@@ -15,7 +15,7 @@ from headrace.errors import InvalidRequest
 from headrace.server.dialects.body import ChatRequest
 from headrace.server.dialects.chat import ChatBody, parse_chat
 from headrace.server.dialects.conversation import Mode, ToolChoice, offer
-from headrace.server.dialects.responses_body import parse_responses
+from headrace.server.dialects.responses import parse_responses
 from headrace.server.tools import forced_schema
 from server.fake_engine import SCRIPTED
 from tests.support.serving import Server, events_of

@@ -26,7 +26,7 @@ from headrace.errors import HeadraceError, NotFound, Unavailable
 from headrace.request import Json, RequestTimes
 from headrace.server import adapters, dashboard, inflight, pages
 from headrace.server import answer_types as answers
-from headrace.server.dialects import completions, messages, pooling, responses, responses_body, tokens
+from headrace.server.dialects import completions, messages, pooling, responses, tokens
 from headrace.server.dialects.chat import ChatBody, chat_completions
 from headrace.server.exchange import Exchange, fail_stream
 from headrace.server.exposition import CONTENT_TYPE, PROBES, Lines, add_process, model_label
@@ -161,7 +161,7 @@ ROUTES = (
     Route("POST", "/v1/completions", completions.completions, "complete texts", body=completions.CompletionBody, answer=answers.Completion),
     Route(
         "POST", "/v1/responses", responses.responses, "the same, as OpenAI's Responses API",
-        body=responses_body.ResponsesBody, answer=answers.Response,
+        body=responses.ResponsesBody, answer=answers.Response,
     ),
     Route("GET", "/v1/responses/{id}", responses.show, "a response that was stored", answer=answers.Response, query=responses.Shown),
     Route("DELETE", "/v1/responses/{id}", responses.delete, "forget a stored response", answer=answers.Deleted),
