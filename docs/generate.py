@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace import techniques
 from headrace.config import ENGINE_PARTS, ServerConfig, field_types
-from headrace.flags import config_fields, elsewhere, told
+from headrace.flags import config_fields, elsewhere
 from headrace.server.dialects.body import Refused
 from headrace.server.dialects.chat import ChatBody
 from headrace.server.dialects.completions import CompletionBody
@@ -117,9 +117,8 @@ def _table(part: type) -> str:
 
 def _row(field: Field[Any], part: type) -> str:
     spellings = [f"--{field.name.replace('_', '-')}", *field.metadata.get("flags", ())]
-    if field.metadata["flag"]:
-        meaning = told()[part.__name__][field.name]["help"]
-    else:
+    meaning = field.metadata.get("help")
+    if meaning is None:
         spellings = [f"--technique {field.name}=…"]
         technique, on = techniques.find_technique(field.name), field.default
         what = f"improves {technique.improves}" if not on else technique.off_means

@@ -1,8 +1,9 @@
 """Configuration: frozen dataclasses, composed. Command-line flags, the config file and LLM(...) keywords all come from
 these fields.
 
-What lives here: the fields, their bounds, and the one check that every value passes, whichever way it came. What may
-not: what is told of them (data/options.toml), torch, reading checkpoints, command-line parsing (flags.py), and any use of the values.
+What lives here: the fields, and the one check that every value passes, whichever way it came. What may not: bounds of
+one field and what is told of it (data/options.toml), torch, reading checkpoints, command-line parsing (flags.py), and any
+use of the values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from headrace.errors import ConfigError
 from headrace.spec import KV_FORMATS, AdapterSpace, KVFormat
@@ -24,21 +25,24 @@ from headrace.spec import KV_FORMATS, AdapterSpace, KVFormat
 Config = TypeVar("Config")
 
 
-def option(default: Any, **extra: Any) -> Any:
-    """A config field that is also a flag, of which data/options.toml has the help.
-
-    ``extra``: ``choices``; ``aliases`` (other words for them); ``minimum``, ``maximum``; ``size`` (32k, 2M, 20GiB are read);
-    ``flags`` (further spellings); ``json`` (the whole list may be one word of JSON); ``technique`` (it is reached by
-    ``--technique`` too; a text is the technique's name where the field has another), with ``on`` and ``off`` where those
-    words mean other values.
-    """
-    return field(default=default, metadata={"flag": True, **extra})
+_DATA = Path(__file__).parent / "data"
+OPTIONS = tomllib.loads((_DATA / "options.toml").read_text(encoding="utf-8"))  # by class and field
+_PARSERS = tomllib.loads((_DATA / "parsers.toml").read_text(encoding="utf-8"))
+for _name, _known in _PARSERS.items():
+    OPTIONS["ServerConfig"][_name]["choices"] = tuple(_known)
+QUANTIZATION = OPTIONS["ModelConfig"]["quantization"]
 
 
-def switch(default: bool | None) -> Any:
-    """A technique's on/off switch (None: automatic): reached by ``--technique NAME=on|off``, without a flag of its own. The register
-    (techniques/) says what each means."""
-    return field(default=default, metadata={"technique": True, "flag": False})
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings(part: type[Config]) -> type[Config]:
+    """A frozen dataclass of flags, with what options.toml has of each as its metadata. A field that is not there is the
+    on/off switch of a technique (None: automatic): it is reached by ``--technique NAME=on|off``, without a flag of its own,
+    and the register (techniques/) says what each means."""
+    for name in part.__annotations__:
+        said = OPTIONS[part.__name__].get(name, {"flag": False, "technique": True})
+        without = {"off": None} if "on" in said else {}
+        setattr(part, name, field(default=vars(part)[name], metadata={"flag": True, **without, **said}))
+    return dataclass(frozen=True, slots=True, kw_only=True)(part)
 
 
 def technique_name(of: Field[Any]) -> str:
@@ -53,51 +57,23 @@ def technique_spellings(of: Field[Any]) -> set[str]:
     return {technique_name(of)} if isinstance(of.metadata["technique"], str) else {technique_name(of), of.name}
 
 
-MAX_REPLICAS = 64
-MAX_STAGES = 16
-MAX_FRONT_ENDS = 64
-MOST_LORA_RANK = 256
-LEAST, FINITE = 1e-6, 1_000_000_000  # of what is above 0, and of what is finite
-
-DTYPES = ("bfloat16", "float16", "float32")
-DTYPE_ALIASES = {
-    "bf16": "bfloat16",
-    "half": "float16",
-    "fp16": "float16",
-    "f16": "float16",
-    "float": "float32",
-    "fp32": "float32",
-    "f32": "float32",
-}
-KV_ALIASES = {"fp8": "fp8_e4m3", "int8_per_token_head": "int8", "int4_per_token_head": "int4"}  # as vLLM has them
-
-
-QUANTIZATIONS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "gguf")
-QUANTIZATION_ALIASES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "modelopt_fp4": "modelopt"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ModelConfig:
     """Which model, in which precision."""
 
-    model: str | None = option(None)
-    tokenizer: str | None = option(None)
-    served_model_name: tuple[str, ...] = option(())
-    dtype: str = option("auto", choices=("auto", *DTYPES), aliases=DTYPE_ALIASES)
-    load_format: str = option("auto", choices=("auto", "safetensors", "gguf", "dummy"))
-    share_weights: bool = option(False)
-    max_model_len: int | None = option(None, size=True, minimum=2)
-    quantization: str | None = option(None, choices=("none", *QUANTIZATIONS), aliases=QUANTIZATION_ALIASES)
-    task: str = option(
-        "auto",
-        choices=("auto", "generate", "embed", "score", "pooling"),
-        flags=("--runner",),
-        aliases={"embedding": "embed", "classify": "score"},
-    )
-    chat_template: str | None = option(None)
-    special_tokens_in_messages: bool = option(False)
-    generation_config: str = option("auto")
-    seed: int = option(0)
+    model: str | None = None
+    tokenizer: str | None = None
+    served_model_name: tuple[str, ...] = ()
+    dtype: str = "auto"
+    load_format: str = "auto"
+    share_weights: bool = False
+    max_model_len: int | None = None
+    quantization: str | None = None
+    task: str = "auto"
+    chat_template: str | None = None
+    special_tokens_in_messages: bool = False
+    generation_config: str = "auto"
+    seed: int = 0
 
     @property
     def chat_options(self) -> dict[str, Any]:
@@ -108,26 +84,19 @@ class ModelConfig:
         check_fields(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class CacheConfig:
     """The size, format and reuse of the KV cache."""
 
-    block_size: int | None = option(None, choices=(8, 16, 32, 64, 128))
-    gpu_memory_utilization: float = option(0.9)
-    kv_cache_memory: int | None = option(None, size=True, minimum=1)
-    num_blocks: int | None = option(None, minimum=1)
-    kv_cache_dtype: str = option(
-        "auto",
-        choices=("auto", *DTYPES, *KV_FORMATS),
-        aliases=DTYPE_ALIASES | KV_ALIASES,
-        technique="quantized_kv",
-        on="int8",
-        off="auto",
-    )
-    enable_prefix_caching: bool = option(True, technique=True)
-    paged_allocation: bool = switch(True)
-    unified_paging: bool = switch(True)
-    kv_caching: bool = switch(True)
+    block_size: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    num_blocks: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    paged_allocation: bool = True
+    unified_paging: bool = True
+    kv_caching: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -151,32 +120,30 @@ def resolve_kv_format(requested: str, dtype: str, head_dim: int) -> KVFormat | N
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class SchedulerConfig:
     """Which requests run, and with how many tokens per step."""
 
-    max_num_seqs: int | None = option(None, minimum=1)
-    max_num_batched_tokens: int | None = option(None, size=True, minimum=1)
-    max_logits_rows: int | None = option(None, minimum=1)
-    max_step_ms: float | None = option(None, minimum=0.01, maximum=FINITE, technique="step_budget", on=50.0, off=None)
-    scheduling_policy: str = option(
-        "fcfs", choices=("fcfs", "priority", "fair", "deadline", "qoe", "shortest-remaining")
-    )
-    tenant_weight: tuple[str, ...] = option(())
-    fair_input_price: float = option(1.0, minimum=0.0, maximum=FINITE)
-    fair_output_price: float = option(2.0, minimum=0.0, maximum=FINITE)
-    expected_ttft: float = option(1.0, minimum=LEAST, maximum=86_400)
-    reading_speed: float = option(4.8, minimum=LEAST, maximum=1_000_000)
-    qoe_preemptions: float = option(0.1, minimum=0.0, maximum=FINITE)
-    ageing: float = option(4.0, minimum=0.001, maximum=FINITE)
-    length_prediction: str = option("history", choices=("history", "max-tokens"))
-    ttft_target_ms: float = option(2000.0, minimum=0.01, maximum=FINITE)
-    tpot_target_ms: float = option(100.0, minimum=0.01, maximum=FINITE)
-    chunked_prefill: bool = switch(True)
-    continuous_batching: bool = switch(True)
-    fast_forward: bool = switch(True)
-    speculative_config: str | None = option(None, technique="speculation", on='{"method": "ngram"}', off=None)
-    longest_first: bool = switch(True)
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_logits_rows: int | None = None
+    max_step_ms: float | None = None
+    scheduling_policy: str = "fcfs"
+    tenant_weight: tuple[str, ...] = ()
+    fair_input_price: float = 1.0
+    fair_output_price: float = 2.0
+    expected_ttft: float = 1.0
+    reading_speed: float = 4.8
+    qoe_preemptions: float = 0.1
+    ageing: float = 4.0
+    length_prediction: str = "history"
+    ttft_target_ms: float = 2000.0
+    tpot_target_ms: float = 100.0
+    chunked_prefill: bool = True
+    continuous_batching: bool = True
+    fast_forward: bool = True
+    speculative_config: str | None = None
+    longest_first: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.speculative_config, Mapping):
@@ -236,67 +203,67 @@ def _read_weight(entry: str) -> tuple[str, float]:
     return name, weight
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class DeviceConfig:
     """The device, and how to compute on it."""
 
-    device: str = option("auto", choices=("auto", "cuda", "cpu"))
-    executor: str = option("model", choices=("model", "keyed-hash"))
-    device_time: float = option(0.0, minimum=0.0)
-    threads: int | None = option(None, minimum=1)
-    tensor_parallel_size: int = option(1, flags=("-tp",), minimum=1)
-    enable_expert_parallel: bool = option(False, technique=True)
-    expert_placement: str | None = option(None)
-    expert_failover: bool = option(False)
-    pipeline_parallel_size: int = option(1, flags=("-pp",), minimum=1, maximum=MAX_STAGES)
-    pipeline_layers: tuple[int, ...] = option(())
-    context_parallel_size: int = option(1, flags=("-cp",), minimum=1, technique="context_parallel", on=2, off=1)
-    ranks_per_device: int = option(1, minimum=1)
-    data_parallel_size: int = option(1, flags=("-dp",), minimum=1, maximum=MAX_REPLICAS)
-    data_parallel_routing: str = option("prefix", choices=("prefix", "load", "turns"))
-    prefill_replicas: int = option(0, minimum=0, technique="prompts_apart", on=1, off=0)
-    swap_roles: bool = switch(False)
-    distributed_executor_backend: str = option("mp", choices=("mp", "ray"))
-    nnodes: int = option(1, minimum=1)
-    node_rank: int = option(0, minimum=0)
-    master_addr: str = option("127.0.0.1")
-    master_port: int = option(29501, minimum=1, maximum=65535)
-    node_secret_file: str | None = option(None)
-    overlap: int | None = option(None, choices=(0, 1, 2), technique=True, on=1, off=0)
-    enforce_eager: bool = option(False, technique="cuda_graphs", on=False, off=True)
-    batch_invariant: bool = option(False, technique=True)
-    trace: str | None = option(None)
-    enable_sleep_mode: bool = option(False)
-    strict_kernels: bool = option(False)
-    token_concatenation: bool = switch(True)
-    last_layer_pruning: bool = switch(True)
-    compressed_weights: bool = switch(False)
-    joint_deltas: bool = switch(True)
-    integer_products: bool = switch(True)
-    flat_gemm: bool = switch(True)
-    tuned_products: bool = switch(True)
-    quantized_gemm: bool = switch(True)
-    wide_copy: bool | None = switch(None)
-    gated_products: bool = switch(True)
-    cuda_prefill: bool = switch(True)
-    deep_fusion: bool = switch(True)
-    early_weights: bool = switch(True)
-    persistent_decode: bool = switch(True)
-    persistent_fp8: bool = switch(False)
-    one_launch_experts: bool = switch(True)
-    joined_experts: bool = switch(True)
-    fused_rope_attention: bool = switch(True)
-    cascade_attention: bool = switch(True)
-    one_shot_sums: bool = switch(True)
-    fused_sums: bool = switch(True)
-    sequence_parallel: bool | None = switch(None)
-    expert_dispatch: bool | None = switch(None)
-    unified_maximum: bool = switch(False)
-    programmatic_launch: bool = switch(True)
-    prompt_graphs: bool = switch(True)
-    drafts_ahead: bool = switch(True)
-    activation_arena: bool = switch(True)
-    disabled_kernels: tuple[str, ...] = option(())
+    device: str = "auto"
+    executor: str = "model"
+    device_time: float = 0.0
+    threads: int | None = None
+    tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    expert_placement: str | None = None
+    expert_failover: bool = False
+    pipeline_parallel_size: int = 1
+    pipeline_layers: tuple[int, ...] = ()
+    context_parallel_size: int = 1
+    ranks_per_device: int = 1
+    data_parallel_size: int = 1
+    data_parallel_routing: str = "prefix"
+    prefill_replicas: int = 0
+    swap_roles: bool = False
+    distributed_executor_backend: str = "mp"
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
+    node_secret_file: str | None = None
+    overlap: int | None = None
+    enforce_eager: bool = False
+    batch_invariant: bool = False
+    trace: str | None = None
+    enable_sleep_mode: bool = False
+    strict_kernels: bool = False
+    token_concatenation: bool = True
+    last_layer_pruning: bool = True
+    compressed_weights: bool = False
+    joint_deltas: bool = True
+    integer_products: bool = True
+    flat_gemm: bool = True
+    tuned_products: bool = True
+    quantized_gemm: bool = True
+    wide_copy: bool | None = None
+    gated_products: bool = True
+    cuda_prefill: bool = True
+    deep_fusion: bool = True
+    early_weights: bool = True
+    persistent_decode: bool = True
+    persistent_fp8: bool = False
+    one_launch_experts: bool = True
+    joined_experts: bool = True
+    fused_rope_attention: bool = True
+    cascade_attention: bool = True
+    one_shot_sums: bool = True
+    fused_sums: bool = True
+    sequence_parallel: bool | None = None
+    expert_dispatch: bool | None = None
+    unified_maximum: bool = False
+    programmatic_launch: bool = True
+    prompt_graphs: bool = True
+    drafts_ahead: bool = True
+    activation_arena: bool = True
+    disabled_kernels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -423,47 +390,44 @@ class DeviceConfig:
         return self.num_ranks * self.data_parallel_size
 
 
-_PARSERS = tomllib.loads((Path(__file__).parent / "data" / "parsers.toml").read_text(encoding="utf-8"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ServerConfig:
     """The server's address, keys, limits and other settings."""
 
-    host: str = option("127.0.0.1")
-    port: int = option(8000, minimum=0, maximum=65535)
-    uds: str | None = option(None)
-    api_server_count: int = option(1, minimum=1, maximum=MAX_FRONT_ENDS)
-    api_key: tuple[str, ...] = option(())
-    operator_key: tuple[str, ...] = option(())
-    allowed_origins: tuple[str, ...] = option((), json=True)
-    allowed_methods: tuple[str, ...] = option((), json=True)
-    allowed_headers: tuple[str, ...] = option((), json=True)
-    allow_credentials: bool = option(False)
-    ssl_certfile: str | None = option(None)
-    ssl_keyfile: str | None = option(None)
-    ssl_ca_certs: str | None = option(None)
-    ssl_cert_reqs: int = option(0, choices=(0, 1, 2))
-    unknown_fields: str = option("refuse", choices=("refuse", "ignore"))
-    max_queue: int = option(1024, minimum=1)
-    max_body_bytes: int = option(32 * 2**20, size=True, minimum=1)
-    max_answer_bytes: int = option(64 * 2**20, size=True, minimum=2**16)
-    max_answers_bytes: int = option(256 * 2**20, size=True, minimum=2**16)
-    tool_call_parser: str = option("auto", choices=tuple(_PARSERS["tool_call_parser"]))
-    reasoning_parser: str = option("auto", choices=tuple(_PARSERS["reasoning_parser"]))
-    repetition_detection: bool = option(False)
-    moderation: str | None = option(None)
-    moderation_words: str | None = option(None)
-    moderation_prompt: bool = option(False)
-    moderation_timeout: float = option(5.0, minimum=0.01)
-    when_asleep: str = option("wait", choices=("wait", "refuse", "wake"))
-    shutdown_timeout: float = option(30.0, minimum=0.0)
-    supervise: bool = option(False)
-    log_format: str = option("text", choices=("text", "json"))
-    tenant_by: str = option("auto", choices=("auto", "key", "user", "adapter"))
-    prefix_sharing: str = option("key", choices=("key", "all"))
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_server_count: int = 1
+    api_key: tuple[str, ...] = ()
+    operator_key: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ()
+    allowed_headers: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    unknown_fields: str = "refuse"
+    max_queue: int = 1024
+    max_body_bytes: int = 32 * 2**20
+    max_answer_bytes: int = 64 * 2**20
+    max_answers_bytes: int = 256 * 2**20
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    repetition_detection: bool = False
+    moderation: str | None = None
+    moderation_words: str | None = None
+    moderation_prompt: bool = False
+    moderation_timeout: float = 5.0
+    when_asleep: str = "wait"
+    shutdown_timeout: float = 30.0
+    supervise: bool = False
+    log_format: str = "text"
+    tenant_by: str = "auto"
+    prefix_sharing: str = "key"
 
-    allow_runtime_lora_updating: bool = option(False)
+    allow_runtime_lora_updating: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -471,16 +435,16 @@ class ServerConfig:
             raise ConfigError("uds is empty; give the path of a Unix socket, or leave it out to listen on an address.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class AdapterConfig:
     """LoRA adapters that are served with the model."""
 
-    enable_lora: bool = option(False, technique="lora")
-    lora_modules: tuple[str, ...] = option(())
-    lora_dir: str | None = option(None)
-    max_loras: int | None = option(None, minimum=1)
-    max_lora_rank: int = option(16, minimum=1, maximum=MOST_LORA_RANK)
-    max_cpu_loras: int | None = option(None, minimum=1)
+    enable_lora: bool = False
+    lora_modules: tuple[str, ...] = ()
+    lora_dir: str | None = None
+    max_loras: int | None = None
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -360,9 +360,9 @@ def add_config_flags(parser: argparse.ArgumentParser, *config_classes: type) -> 
         group = parser.add_argument_group((part.__doc__ or part.__name__).rstrip("."))
         for each in config_fields(part):
             if each.metadata["flag"]:
-                _add_flag(group, each, field_types(part)[each.name], told()[part.__name__][each.name])
+                _add_flag(group, each, field_types(part)[each.name])
     if isinstance(parser, CommandParser):
-        parser.rare |= {name for part in parts for name in told()[part.__name__]} - COMMON_FIELDS
+        parser.rare |= {name for part in parts for name in config.OPTIONS[part.__name__]} - COMMON_FIELDS
     if any(each.metadata.get("technique") for part in parts for each in config_fields(part)):
         parser.add_argument(
             "--technique",
@@ -380,21 +380,16 @@ def config_fields(config_class: type) -> tuple[Field[Any], ...]:
     return tuple(each for each in fields(config_class) if each.metadata)
 
 
-@cache
-def told() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
-    """data/options.toml: help of every field that is a flag, by class and name."""
-    return tomllib.loads((Path(__file__).parent / "data" / "options.toml").read_text(encoding="utf-8"))
-
-
-def _add_flag(group: Any, of: Field[Any], kind: FieldType, said: Mapping[str, str]) -> None:
+def _add_flag(group: Any, of: Field[Any], kind: FieldType) -> None:
     names = [f"--{of.name.replace('_', '-')}", *of.metadata.get("flags", ())]
-    help_text = said["help"].replace("%", "%%") + _default_text(of)
+    help_text = of.metadata["help"].replace("%", "%%") + _default_text(of)
     common: dict[str, Any] = {"dest": of.name, "default": argparse.SUPPRESS, "help": help_text}
     if kind.base is bool:
         group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
         return
     choices = of.metadata.get("choices") or None
-    metavar = said.get("metavar") or (None if choices else {int: "N", float: "X"}.get(kind.base, of.name.upper()))
+    usual = None if choices else {int: "N", float: "X"}.get(kind.base, of.name.upper())
+    metavar = of.metadata.get("metavar", usual)
     if choices and kind.optional:
         metavar = f"{{auto,{','.join(map(str, choices))}}}"
         choices = None  # the config checks them: argparse would name None among them

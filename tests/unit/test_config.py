@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.config import (
+    OPTIONS,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -17,6 +18,7 @@ from headrace.config import (
     field_types,
 )
 from headrace.errors import ConfigError
+from headrace.spec import KV_FORMATS
 
 CLASSES = (ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig, ServerConfig)
 
@@ -57,6 +59,12 @@ def test_every_value_a_field_may_have_is_accepted() -> None:
             for value in [field.default, *field.metadata.get("choices", ()), *([None] if kind.optional else [])]:
                 config_class(**{field.name: value})
     assert CacheConfig(gpu_memory_utilization=1).gpu_memory_utilization == 1
+
+
+def test_what_is_told_of_flags_is_of_fields_and_formats_that_there_are() -> None:
+    for config_class in CLASSES:
+        assert set(OPTIONS[config_class.__name__]) <= set(field_types(config_class)), config_class
+    assert OPTIONS["CacheConfig"]["kv_cache_dtype"]["choices"][4:] == list(KV_FORMATS)
 
 
 def test_flags_of_all_classes_have_names_of_their_own() -> None:

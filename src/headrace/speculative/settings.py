@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from headrace.config import QUANTIZATION_ALIASES, QUANTIZATIONS
+from headrace.config import QUANTIZATION
 from headrace.errors import ConfigError
 from headrace.speculative.tree import MOST
 
@@ -171,8 +171,8 @@ def _check_quantization(given: dict[str, Any]) -> None:
     value = given.get("quantization")
     if value is None:
         return
-    known = ("auto", "none", *QUANTIZATIONS)
-    given["quantization"] = value = QUANTIZATION_ALIASES.get(str(value), value)
+    known = ("auto", *QUANTIZATION["choices"])
+    given["quantization"] = value = QUANTIZATION["aliases"].get(str(value), value)
     if value not in known:
         raise ConfigError(f"speculative_config.quantization is {str(value)[:80]!r}; give one of {', '.join(known)}.")
     if given["method"] != "draft_model":
