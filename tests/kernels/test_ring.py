@@ -53,6 +53,11 @@ def test_another_card_and_a_cpu_are_not_served(on_hopper: None) -> None:
     assert Kernels(torch.device("cpu")).offer(*called("fused_linear", **GOOD)) is None
 
 
+def test_a_product_with_nothing_around_it_is_served_unless_few_rows_go_another_way(on_hopper: None) -> None:
+    assert refusal("linear", "ring", on_card("linear", facts=GOOD)) == ""
+    assert "go through fused_linear" in refusal("linear", "ring", on_card("linear", facts=GOOD | {"fused": True}))
+
+
 def test_a_number_of_rows_has_the_form_of_its_class_or_none() -> None:
     assert [form_of(FORMS, rows) for rows in (1, 2, 16, 17, 33)] == [None, FORMS[1][1], FORMS[1][1], None, None]
 

@@ -160,6 +160,10 @@ def _no_ring(site: CallSite[WeightFacts]) -> str | None:
     return None
 
 
+def _no_ring_alone(site: CallSite[WeightFacts]) -> str | None:
+    return _few_rows(site) if site.facts.fused else _no_ring(site)
+
+
 def _no_coded_ring(site: CallSite[WeightFacts]) -> str | None:
     """The forms of triton_codes.py stand behind it."""
     if (reason := _uncoded(site)) is not None:
@@ -169,6 +173,12 @@ def _no_coded_ring(site: CallSite[WeightFacts]) -> str | None:
     if not all(coding is not None and coding.ring for coding in site.facts.codings) or site.facts.in_features % 8:
         return "multiplies by integers and floats alone, not by entries of a table or rotated inputs"
     return None
+
+
+def _ring_alone_calls(site: CallSite[WeightFacts], make: Any, sizes: Sizes) -> Calls:
+    ring = make(torch.empty(0, 0), None).ring
+    for form in dict.fromkeys(replace(form, late=False) for _, form in ring.forms if form is not None):
+        yield f"{form}, alone", partial(ring.kernels.function, (form, None, False))
 
 
 def unserved(forms: RingForms, others: tuple[tuple[int, Any], ...]) -> tuple[tuple[int, Any], ...]:
@@ -436,6 +446,7 @@ def _unrounding(site: CallSite[WeightFacts]) -> str | None:
 LINEAR = (
     Candidate("onednn", create_onednn, varies=True),
     native(create_linear),
+    _guest(RING, "rings:create_ring_linear", _no_ring_alone, "flat_gemm", "early_weights", warm_up=_ring_alone_calls, **_HOPPER),
     _guest(FLAT, "flat_linear:create_linear", _few_rows, "flat_gemm", dtypes=_HALVES, warm_up=_flat_calls, **_HOPPER),
     _tuned("create_linear", lambda site: gpu.load("linear.tuned:unmeasured")(site)),
     gpu.triton("linear.triton_linear:create_linear", invariant_calls, _varies, optional=True),

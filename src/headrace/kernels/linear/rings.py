@@ -56,6 +56,19 @@ def create_ring(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None]
     return make
 
 
+def create_ring_linear(site: CallSite[WeightFacts]) -> Callable[[Tensor, Tensor | None], ManyRing]:
+    """``site``: as ``create_ring`` has it, of a GEMM with nothing around it: ranks' sums come before what follows."""
+    others = site.behind()
+    forms, kernels = _at(site)
+
+    def make(weight: Tensor, bias: Tensor | None) -> ManyRing:
+        weight, empty = weight.contiguous(), site.empty
+        ring = RingLinear(weight, bias, site.facts.shape, forms, kernels, site.pdl, _nobody, {}, empty)
+        return ManyRing(ring, others(weight, bias), 1)
+
+    return make
+
+
 @dataclass(frozen=True, slots=True)
 class CodedRings:
     """Makes layers whose weights are codes (packed.cuh); of those that lie in another order than inputs, as ``coded``
@@ -144,7 +157,7 @@ class ManyRing:
     """y = x · Wᵀ (+ bias), ``x`` [..., in]: ``least`` to as many rows as a form has; others as ``others``."""
 
     ring: RingLinear
-    others: CodedLinear
+    others: Callable[[Tensor], Tensor]
     least: int = MOST_ROWS + 1
 
     def __call__(self, x: Tensor) -> Tensor:
