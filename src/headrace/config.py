@@ -217,6 +217,7 @@ class DeviceConfig:
     expert_failover: bool = False
     pipeline_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] = ()
+    pooled_layers: tuple[int, ...] = ()
     context_parallel_size: int = 1
     ranks_per_device: int = 1
     data_parallel_size: int = 1
@@ -280,6 +281,13 @@ class DeviceConfig:
             )
         self._check_nodes()
         self._check_shared_device()
+        if any(self.pooled_layers) and (
+            self.pipeline_parallel_size == 1 or self.nnodes > 1 or self.distributed_executor_backend == "ray"
+        ):
+            raise ConfigError(
+                f"pooled_layers is {' '.join(map(str, self.pooled_layers))}, but layers lie in another stage's memory of the same host; "
+                "give --pipeline-parallel-size, and neither nodes nor Ray, or leave it out."
+            )
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
             if getattr(self, name) != 1 and self.executor == "keyed-hash":
                 raise ConfigError(

@@ -91,6 +91,15 @@ def test_queries_go_to_keys_that_are_many_more() -> None:
     judge.close()
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("pooled", [(2, 0), (1, 2)])
+def test_stages_lend_each_other_memory(judge: Judge, pooled: tuple[int, int], eager: bool) -> None:
+    with LLM(**{**STRICT, **sizes("pp2"), "pooled_layers": pooled, "enforce_eager": eager}) as llm:
+        for asked in ASKED:
+            for prompt, found in zip(PROMPTS, ask(llm, asked), strict=True):
+                judge.check(prompt, asked, found)
+
+
 @pytest.mark.parametrize("layout", ["pp2", "cp2"])
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_ranks_accept_drafts_and_say_what_the_cpu_says(judge: Judge, drafts: str, layout: str) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +35,22 @@ def load_decoder(
     kernels: Kernels | None = None,
     kv: KVFormat | None = None,
     held: tuple[int, int] | None = None,
+    pooled: tuple[int, ...] = (),
 ) -> Decoder:
-    """A decoder ready to compute, from a Hugging Face checkpoint folder. ``held``: of one stage of a pipeline."""
+    """A decoder ready to compute, from a Hugging Face checkpoint folder. ``held``: of one stage of a pipeline. ``pooled``:
+    layers that lie elsewhere."""
     spec = families.spec_from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     spec = replace(spec, held=held)
     length = max_model_len or spec.max_positions
-    decoder = Decoder(spec, kernels=kernels or Kernels(CPU), dtype=dtype, device=CPU, max_model_len=length, kv=kv)
+    how: dict[str, Any] = {"kernels": kernels or Kernels(CPU), "dtype": dtype, "device": CPU, "kv": kv}
+    decoder = Decoder(spec, max_model_len=length, pooled=pooled, **how)
+    if decoder.pool is not None:
+        decoder.pool.settle(torch.empty(decoder.pool.num_bytes, dtype=torch.uint8))
     checkpoint = SafetensorsCheckpoint(folder)
     load_weights(decoder, checkpoint, weight_rules(spec), ignored_keys(spec), dtype)
     checkpoint.close()
+    if decoder.pool is not None:
+        decoder.pool.bind()
     decoder.finish_loading()
     return decoder
 

@@ -28,6 +28,7 @@ from headrace.layers.moe import SparseFeedForward
 from headrace.layers.pooling import Pooled, Pooler
 from headrace.layers.rotary import rotary_table
 from headrace.layers.shared_rows import NONE_SHARED, SharedRows, Sharing
+from headrace.models.layer_pool import LayerPool
 from headrace.parallel.group import Group
 from headrace.quant import Format
 from headrace.sites import Role, Weight, head, is_plain, layer_matrices, matrices, weights
@@ -122,6 +123,7 @@ class Decoder(nn.Module):
     once. Raises ModelError for a spec that cannot be computed, ConfigError for a ``max_model_len`` that the model does
     not allow. ``kv``: how the cache stores keys and values; None: in ``dtype``. ``drafts``: for another model. ``group``,
     ``keys``, ``experts``: ranks, ``sharing``, ``weights_on``: its ``weights``, as LayerContext has them.
+    ``pooled``: layers that a LayerPool gives their memory.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class Decoder(nn.Module):
         experts: Any = None,
         weights_on: torch.device | None = None,
         sharing: Sharing = NONE_SHARED,
+        pooled: Sequence[int] = (),
     ) -> None:
         super().__init__()
         _check(spec, max_model_len)
@@ -167,9 +170,12 @@ class Decoder(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)
         self.embeds, self.answers = spec.embeds, spec.answers  # of a pipeline's stages, the first and the last
         held = spec.held_layers  # other stages' layers keep their numbers
+        elsewhere = replace(context, weights=torch.device("meta"))
         self.layers = nn.ModuleList(
-            Block(spec, index, cos_sin, context) if index in held else nn.Identity() for index in range(spec.num_layers)
+            Block(spec, index, cos_sin, elsewhere if index in pooled else context) if index in held else nn.Identity()
+            for index in range(spec.num_layers)
         )
+        self.pool = LayerPool({each: self.layers[each] for each in pooled}, device) if pooled else None
         if any(not each.takes_norms for each in self.modules() if isinstance(each, SparseFeedForward)):
             for each in self.layers.modules():
                 if isinstance(each, Linear):
@@ -243,6 +249,8 @@ class Decoder(nn.Module):
             found = self._by_layer(inputs, kv_caches, hidden)
         if self.tap is not None and not self.tap.layers:
             self.tap.take(found)
+        if self.pool is not None:
+            self.pool.join()
         return found
 
     def _whole(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None:

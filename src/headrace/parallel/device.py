@@ -21,6 +21,7 @@ from headrace.parallel import frames
 from headrace.parallel.failover import Survivors
 from headrace.parallel.group import Agreement, GlooGroup, Group, Peers, check_members
 from headrace.parallel.nccl import NCCLGroup, NCCLPipe, create_id, use_interface
+from headrace.parallel.peer_memory import PeerMemory
 from headrace.parallel.pipeline import GlooPipe, Pipe
 from headrace.parallel.placement import placement_of
 from headrace.parallel.ranks import device_of
@@ -122,7 +123,9 @@ def create_peers(place: frames.Rendezvous, rank: int, config: DeviceConfig, spec
     if connecting:
         _connect(connecting, place.key)
     near = len(set(place.addresses)) == 1
-    return Peers(group, keys, pipe, near, await_all=lambda: [each.connected() for each, _ in connecting])
+    before, on_gpu = (rank - size) % (size * stages), kind == "cuda"
+    memory = PeerMemory(store, rank, before, on_gpu=on_gpu) if any(config.pooled_layers) else None
+    return Peers(group, keys, pipe, near, memory=memory, await_all=lambda: [each.connected() for each, _ in connecting])
 
 
 def check_devices(config: DeviceConfig, needed: int) -> None:

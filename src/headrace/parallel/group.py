@@ -105,13 +105,14 @@ class Group(Protocol):
 class Peers:
     """Whom a rank meets: ``group``, those with which it shares layers; ``keys``, those with which it shares the keys;
     ``pipe`` (a Pipe), the other stages; ``experts`` (Survivors), those that hold others. None: nobody. ``near``: all are
-    on one host. ``await_all`` returns once they are connected."""
+    on one host. ``memory`` (PeerMemory): another stage's. ``await_all`` returns once they are connected."""
 
     group: Group | None = None
     keys: Group | None = None
     pipe: Any = None
     near: bool = True
     experts: Any = None
+    memory: Any = None
     await_all: Callable[[], object] = lambda: None
 
     @property

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from headrace.config import EngineConfig
+from headrace.config import DeviceConfig, EngineConfig
 from headrace.errors import ConfigError
-from headrace.sites import head, layer_weights
+from headrace.sites import head, is_plain, layer_weights
 from headrace.spec import DecoderSpec
 from headrace.speculative.settings import HEADS, read_settings
 
@@ -66,7 +66,23 @@ def staged(spec: DecoderSpec, config: EngineConfig, stage: int) -> DecoderSpec:
             f"--pipeline-parallel-size is {device.pipeline_parallel_size}, but {problem}. Use --tensor-parallel-size."
         )
     stages = split_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
+    pooled_layers(stages, device, stage)
     return replace(spec, held=stages[stage])
+
+
+def pooled_layers(stages: Sequence[tuple[int, int]], device: DeviceConfig, stage: int) -> tuple[int, ...]:
+    """Which layers of a stage lie in the next one's memory, as far from each other as can be, so that others are computed
+    while they come. Raises ConfigError."""
+    counts, sizes = device.pooled_layers, [end - first for first, end in stages]
+    if not counts:
+        return ()
+    if len(counts) != len(sizes) or any(not 0 <= each <= size for each, size in zip(counts, sizes, strict=True)):
+        raise ConfigError(
+            f"--pooled-layers is {' '.join(map(str, counts))}, but the stages have {' '.join(map(str, sizes))} layers. "
+            "Give as many numbers, none larger."
+        )
+    first, end = stages[stage]
+    return tuple(first + (2 * at + 1) * (end - first) // (2 * counts[stage]) for at in range(counts[stage]))
 
 
 def _problems(spec: DecoderSpec, config: EngineConfig) -> list[str]:
@@ -78,5 +94,9 @@ def _problems(spec: DecoderSpec, config: EngineConfig) -> list[str]:
         "accepted branches of a draft tree are not moved in stages": settings is not None and settings.tree is not None,
         "a cache in FP8 is not held in stages": config.cache.kv_cache_dtype.startswith("fp8"),
         "--enable-sleep-mode puts no stages to sleep": config.device.enable_sleep_mode,
+        "--pooled-layers is for weights that are computed with as they are stored, by one process": any(
+            config.device.pooled_layers
+        )
+        and (not is_plain(spec) or config.model.share_weights),
     }
     return [problem for problem, is_so in found.items() if is_so]

@@ -158,6 +158,8 @@ def _busiest(spec: DecoderSpec, device: DeviceConfig, popularity: tuple[float, .
     ranks = [held for rank in range(size) if (held := held_experts(spec, device, rank)) is not None]
     if device.expert_failover:
         raise ConfigError("expert_failover is on, but what ranks that may die take is not priced; leave it out.")
+    if any(device.pooled_layers):
+        raise ConfigError("pooled_layers are given, but what fetching them takes is not priced; leave them out.")
     if not ranks:
         return share(spec, size)
 

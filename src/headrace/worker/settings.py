@@ -44,7 +44,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Setup:
     """What a worker computes, on what and in what. ``config`` is resolved; ``decisions``: of these choices. ``kv``: how
     the cache holds keys and values; None: in ``dtype``. ``stages``: layers of each, of a pipeline. ``share``: of
-    ranks that share the keys, this one's."""
+    ranks that share the keys, this one's. ``pooled``: layers that lie in another stage's memory; ``kept``: of another stage,
+    those that lie here."""
 
     config: EngineConfig
     spec: DecoderSpec
@@ -56,6 +57,8 @@ class Setup:
     draft: DraftSetup | None = None
     stages: tuple[tuple[int, int], ...] = ()
     share: KeyShare | None = None
+    pooled: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
     @property
     def on_cpu(self) -> bool:

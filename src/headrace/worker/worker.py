@@ -48,6 +48,7 @@ from headrace.lora.slots import AdapterSlots
 from headrace.models import families, loader
 from headrace.models.checkpoint import Checkpoint
 from headrace.models.decoder import Decoder
+from headrace.models.layer_pool import LayerPool
 from headrace.models.loader import open_checkpoint
 from headrace.models.shared_weights import share_weights
 from headrace.models.source import ModelSource, WeightFormat
@@ -57,7 +58,7 @@ from headrace.parallel.context import KeyShare, check_context
 from headrace.parallel.group import Group, Peers
 from headrace.parallel.placement import check_agreed, explained, held_experts
 from headrace.parallel.shares import Cut, cuts, share, share_experts
-from headrace.parallel.stages import split_layers, staged
+from headrace.parallel.stages import pooled_layers, split_layers, staged
 from headrace.processes.builders import Builders
 from headrace.quant import lossless
 from headrace.quantize.at_load import QuantizedCheckpoint
@@ -169,7 +170,11 @@ class Worker:
         check_context(setup.spec, config)
         if pipe is not None:
             bounds = split_layers(setup.spec, pipe.stages, config.device.pipeline_layers)
-            setup = replace(setup, spec=staged(setup.spec, config, pipe.stage), stages=tuple(bounds))
+            pooled, kept = (
+                pooled_layers(bounds, config.device, each % pipe.stages) for each in (pipe.stage, pipe.stage - 1)
+            )
+            spec = staged(setup.spec, config, pipe.stage)
+            setup = replace(setup, spec=spec, stages=tuple(bounds), pooled=pooled, kept=kept)
         self._whole = setup.spec
         ranks = group or peers.experts
         experts = None if ranks is None else held_experts(self._whole, config.device, ranks.rank)
@@ -195,6 +200,7 @@ class Worker:
         disabled = frozenset(config.device.disabled_kernels)
         if config.model.share_weights:
             check_sharing(setup)
+        if config.model.share_weights or setup.pooled:
             disabled |= {"onednn"}  # it packs a copy of each weight
         self._kernels = Kernels(
             setup.device,
@@ -230,8 +236,15 @@ class Worker:
             if self._shares_device:
                 groups["weights_on"] = torch.device("meta")
             how: dict[str, Any] = {"kernels": self._kernels, "dtype": self._setup.dtype, "device": self._setup.device}
-            self._decoder = Decoder(self._setup.spec, max_model_len=longest, kv=self._setup.kv, **how, **groups)
+            how |= {"max_model_len": longest, "kv": self._setup.kv, "pooled": self._setup.pooled}
+            self._decoder = Decoder(self._setup.spec, **how, **groups)
             self._drafting.create(self._decoder, longest)
+            if self._peers.memory is not None:
+                pool = self._decoder.pool
+                memory = self._peers.memory.exchange(0 if pool is None else pool.num_bytes)
+                if pool is not None:
+                    pool.settle(memory)
+                    self._formats = (*self._formats, _said_of_pool(self._setup, pool))
         self._build_kernels(longest)
         self._stages.done("decoder")
         self._load(longest)
@@ -290,6 +303,9 @@ class Worker:
         with self._memory.explaining("weights"):
             self._fill(self._decoder, self._source, self._setup.spec)
             self._drafting.load(self._fill)
+            if (pool := self._decoder.pool) is not None:
+                pool.bind()
+                self._memory.share(pool.saved, ours=False)
         with (
             torch.inference_mode(),
             self._memory.explaining("weights"),
@@ -617,6 +633,12 @@ def _sharing_rows(setup: Setup, group: Group, *, near: bool) -> Sharing:
         least = size
     known = [] if device.sequence_parallel is False else [each for each in (least, dispatched) if each is not None]
     return Sharing(min(known), dispatched) if known else NONE_SHARED
+
+
+def _said_of_pool(setup: Setup, pool: LayerPool) -> Decision:
+    which = ", ".join(map(str, setup.pooled))
+    reason = f"{pool.num_bytes / 2**20:.0f} MiB in the next stage's memory, fetched in each step; {pool.saved / 2**20:.0f} MiB less here"
+    return Decision("pooled layers", which, reason)
 
 
 def _said_of_rows(sharing: Sharing) -> Decision:
