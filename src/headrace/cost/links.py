@@ -4,7 +4,8 @@ What lives here: that arithmetic. What may not: torch, who sends (parallel/), wh
 (cards.py).
 
 A sum over n ranks of S bytes takes each of them 2 (n - 1) / n · S bytes, one way (Patarasuk and Yuan 2009); side by
-side, (n - 1) / n · S. In one shot (parallel/one_shot.py) all goes to every other rank: (n - 1) · S.
+side, (n - 1) / n · S. In one shot (parallel/one_shot.py) all goes to every other rank: (n - 1) · S; where the rows are
+shared out, in two shots, it is what a sum takes.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from math import ceil
 from headrace.spec import DecoderSpec
 
 FULL = 2.0**21  # bytes of a sum: 256 rows of an 8B's
+LARGEST = 16.0  # bytes: a logit and its token, as one-shot sums send it
 MOST_PASSED = 2.0**30  # bytes of a layer's keys and values that come to a rank at once: no memory is set aside for them
 
 
 @dataclass(frozen=True, slots=True)
 class SmallSums:
     """Sums in one shot. ``bandwidth``: bytes/s, as Link has it. ``latency``: seconds of one, and ``each`` more for every
-    other rank. ``most``: bytes of one for all others."""
+    other rank. ``most``: bytes of one for all others, or of one in two shots."""
 
     bandwidth: float
     latency: float
@@ -42,11 +44,15 @@ class Link:
     around: float = 0.0
     taken: float = 0.0
 
-    def sum_seconds(self, num_bytes: float, ranks: int) -> float:
+    def sum_seconds(self, num_bytes: float, ranks: int, *, shared: bool = False) -> float:
+        """``shared``: its rows may be shared out."""
         others, small = ranks - 1, self.small
         if small is not None and others * num_bytes <= small.most:
             return small.latency + others * (small.each + num_bytes / small.bandwidth)
-        return self.latency + 2 * others / ranks * num_bytes / self.bandwidth
+        sent = 2 * others / ranks * num_bytes
+        if small is not None and shared and num_bytes <= small.most:
+            return 2 * (small.latency + others * small.each) + sent / small.bandwidth
+        return self.latency + sent / self.bandwidth
 
 
 HOST_WAIT = 50e-6  # seconds that a device loses where its host reads sizes in the middle of a step
@@ -71,7 +77,7 @@ def shared_rows(link: Link, ranks: int, row_bytes: float, bandwidth: float, top_
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Of one of ``ranks`` in a step: how many sums it takes part in, of so many bytes for each token, and what it sends
-    for each row of logits, where it has any."""
+    for each row of logits, where it has any: of greedy ones where small sums go another way, no more than the largest."""
 
     ranks: int
     sums: int
@@ -82,10 +88,11 @@ class Traffic:
         """(all in all, at the link's bandwidth alone)."""
         if self.ranks == 1 or not tokens:
             return 0.0, 0.0
-        logits, size = rows * self.row_bytes / link.bandwidth, tokens * self.token_bytes
+        size = tokens * self.token_bytes
+        logits = rows * (self.row_bytes if link.small is None else LARGEST) / link.bandwidth
         sent = self.sums * 2 * (self.ranks - 1) / self.ranks * size / link.bandwidth + logits
-        met = link.latency if self.row_bytes else 0.0
-        each = link.sum_seconds(size, self.ranks) + link.around * max(0.0, 1.0 - size / FULL)
+        met = (link.sum_seconds(0.0, self.ranks) if link.small else link.latency) if self.row_bytes else 0.0
+        each = link.sum_seconds(size, self.ranks, shared=True) + link.around * max(0.0, 1.0 - size / FULL)
         return self.sums * each + met + logits, sent
 
 
