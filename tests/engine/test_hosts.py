@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +320,53 @@ def ray_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
         yield cluster, second
     finally:
         cluster.shutdown()
+
+
+def test_a_process_that_uses_gpus_already_takes_none_of_rays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.parallel.on_ray import Actors
+
+    actors = Actors.__new__(Actors)
+    monkeypatch.setattr(Actors, "close", lambda _: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="gives the first rank GPU 1, but this process uses GPUs already"):
+        actors._take("1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_rank_sees_the_gpu_of_its_bundle(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cluster that has three, it says; ranks compute on their CPUs, as nothing else is there."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join((str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])))
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1, num_gpus=1, node_ip_address="127.0.0.2")
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        keywords: dict[str, Any] = {**SIZES, "distributed_executor_backend": "ray", "device": "auto"}
+        with LLM(llama, **keywords, pipeline_parallel_size=3) as llm:
+            assert answers(llm) == alone(llama)
+            seen = [os.environ["CUDA_VISIBLE_DEVICES"], *followers_see()]
+            assert len(seen) == 3 and set(seen) == {"0", "1"}  # the second host's is its first
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    finally:
+        cluster.shutdown()
+
+
+def followers_see() -> list[str]:
+    """CUDA_VISIBLE_DEVICES of all ranks' processes but the first."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if b"headrace.parallel.follower" in (each / "cmdline").read_bytes():
+                environment = (each / "environ").read_bytes().split(b"\0")
+                found += [line.decode().partition("=")[2] for line in environment if line.startswith(b"CUDA_VISIBLE")]
+    return found
 
 
 @pytest.mark.slow

@@ -201,6 +201,14 @@ def test_ranks_of_whole_experts_say_what_the_cpu_says(tmp_path: Path, mode: str,
         judge.close()
 
 
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_actors_of_ray_have_a_card_each(judge: Judge, layout: str) -> None:
+    pytest.importorskip("ray")
+    with LLM(**{**STRICT, **sizes(layout), "distributed_executor_backend": "ray"}) as llm:
+        for prompt, found in zip(PROMPTS, ask(llm, ASKED[0]), strict=True):
+            judge.check(prompt, ASKED[0], found)
+
+
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
 def test_a_rank_that_is_killed_in_a_step_ends_all_and_is_named(layout: str) -> None:
     with LLM(**{**STRICT, **sizes(layout)}) as llm:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -23,6 +24,7 @@ from headrace.parallel.rendezvous import Place
 
 _PLACE_SECONDS = 30.0
 _MOST_SAID = 500  # characters
+_SEEN = "CUDA_VISIBLE_DEVICES"
 
 
 class Actors:
@@ -42,6 +44,7 @@ class Actors:
             signal.signal(signal.SIGTERM, on_term)
         self._config, self._closed = config, False
         self._watcher: threading.Thread | None = None
+        self._saw: str | None = None
         self._ray, self.address = ray, str(ray.util.get_node_ip_address())
         size, kind = config.device.num_ranks, _kind(config.device.device, ray)
         bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if kind == "GPU" else {}) for _ in range(size)]
@@ -57,7 +60,17 @@ class Actors:
         self._actors = [self._create(at, kind) for at in range(size)]
         if kind == "GPU":
             (gpu,) = ray.get(self._actors[0].gpus.remote())
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            self._take(str(gpu))
+
+    def _take(self, gpu: str) -> None:
+        """This process sees the GPU of the first bundle alone, until ``close``. Raises ConfigError where it is too late."""
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized() and os.environ.get(_SEEN) != gpu:
+            self.close()
+            raise ConfigError(
+                f"Ray gives the first rank GPU {gpu}, but this process uses GPUs already. Set {_SEEN}={gpu}, or make the LLM first."
+            )
+        self._saw, os.environ[_SEEN] = os.environ.get(_SEEN, ""), gpu
 
     def _create(self, at: int, kind: str) -> Any:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -88,6 +101,10 @@ class Actors:
 
     def close(self) -> None:
         self._closed = True
+        if self._saw is not None:
+            os.environ[_SEEN] = self._saw
+            if not self._saw:
+                del os.environ[_SEEN]
         if self._watcher is not None:  # which would connect again
             self._watcher.join()
         with suppress(Exception):  # a cluster that is gone has nothing left of ours
