@@ -35,7 +35,7 @@ from headrace.cost.calibrated import (
     price_of,
     save_calibrated,
 )
-from headrace.cost.cost_model import CALIBRATED_EVERY, CostModel, FadingError, StepLoad
+from headrace.cost.cost_model import CALIBRATED_EVERY, CostModel, FadingError, StepLoad, Work
 from headrace.cost.prices import Classes, FrontPrices, FrontWork, HostPrices, Slowness, StepPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile
 from headrace.cost.prompt_shapes import PromptShapes, ShapeBounds
@@ -70,6 +70,7 @@ SPEC = DecoderSpec(
 )
 BANDWIDTH, RATE = 1e9, 2e11
 ONE = Slowness(1.0, 1.0)
+PAIRS = ("products", "head", "experts", "decode", "prompts")
 
 
 def device(kind: str = "cuda", name: str = "test card", **more: Any) -> Device:
@@ -183,6 +184,24 @@ def test_steps_that_wait_for_launches_do_not_make_work_seem_slow(found: Calibrat
         for size in (3, 2049)
     )
     assert graphed < 2.0 and launched > 4.0
+
+
+def test_steps_are_fitted_to_what_they_are_known_to_amount_to(run: Path, found: CalibratedSteps) -> None:
+    """Half as much work at the same times: such a step, and no other, takes as long as before."""
+    costs = cost_model(device())
+
+    def halved(step: RecordedStep) -> Work:
+        work = costs.work(step.load)
+        parts = {name: (part[0] / 2, part[1] / 2) for name in PAIRS for part in [getattr(work, name)]}
+        return replace(work, **parts, others=work.others / 2, activations=work.activations / 2)
+
+    again, steps = calibrate([read_run(run)], device(), costs, [halved]), read_run(run).steps
+    for step in steps[5::9]:
+        known, halves = (
+            each.prices.seconds(work, BANDWIDTH, RATE, step.load, decode=step.decode)
+            for each, work in ((found, costs.work(step.load)), (again, halved(step)))
+        )
+        assert halves == pytest.approx(known, rel=0.02)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

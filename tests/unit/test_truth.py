@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ from lab.truth import _Bench, _calibrated, _measure, _show, _Taken
 from lab.truth_judge import Judged, as_sent, judge
 from lab.truth_kept import Kept, Measured, keep, read_kept
 from lab.truth_loads import Loads, Part, loads_for, repeated, sized, suited
-from lab.truth_routing import as_touched
+from lab.truth_routing import as_touched, routed_work
 from lab.truth_run import Runner
 from tests.support.hash_engine import create_core
 
@@ -331,6 +333,14 @@ def test_of_a_sparse_model_it_is_counted_how_unevenly_tokens_choose() -> None:
         popularity = as_touched(moe, layers)
         each = [touched_experts(64, 4, rows, popularity) for rows in (40, 40, 30)]
         assert np.mean(each) == pytest.approx(touched, abs=0.8)
+
+
+def test_what_a_step_amounts_to_is_by_the_model_of_the_part_that_it_was_of() -> None:
+    step = SimpleNamespace(step_id=7, load="seven")
+    models: dict[str, Any] = {name: SimpleNamespace(work=lambda load, name=name: (name, load)) for name in "abc"}
+    spans = {"a": range(3), "b": range(3, 9)}
+    seen = [routed_work(spans, {name: models[name] for name in routed}, models["c"])(step) for routed in ("ab", "a")]  # type: ignore[arg-type]
+    assert seen == [("b", "seven"), ("c", "seven")]
 
 
 # --- disturbances
