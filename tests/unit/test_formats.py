@@ -30,6 +30,11 @@ COMPRESSED = {
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 
 
+def in_floats(form: str, size: int) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": size}
+    return {**COMPRESSED, "format": form, "config_groups": {"g": {**GROUP, "weights": weights}}}
+
+
 def labels(quantization: dict[str, Any], layer: int = 0, role: Role = Role.QKV) -> list[str]:
     site = layer_matrices(spec_from_config({**LLAMA, "quantization_config": quantization}), layer)[role]
     return [form.label for form in site.formats]
@@ -106,6 +111,9 @@ def test_bytes_are_those_of_the_format() -> None:
             "transform_config random-matrix at input",
         ),
         ({**COMPRESSED, "format": "marlin-24"}, r"format 'marlin-24' of 4 bits \(int, group\)"),
+        (in_floats("mxfp4-pack-quantized", 16), r"\(compressed-tensors\): group_size is '16', .*supported are 32"),
+        (in_floats("nvfp4-pack-quantized", 32), r"\(compressed-tensors\): group_size is '32', .*supported are 16"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, r"\(modelopt\): group_size is '32'"),
         (
             {**COMPRESSED, "config_groups": {"g": {**GROUP, "input_activations": {"num_bits": 4}}}},
             "input_activations",

@@ -17,7 +17,7 @@ from headrace.errors import ModelError
 from headrace.quant import Format
 from headrace.quant.codes import Activations
 from headrace.quant.dfloat11 import DFloat11
-from headrace.quant.floats import MXFP4, NVFP4, NormalFloat
+from headrace.quant.floats import MX_GROUP, MXFP4, NV_GROUP, NVFP4, NormalFloat
 from headrace.quant.gguf import BLOCKS, GGUFBlocks
 from headrace.quant.integers import AWQ, GPTQ, PackedIntegers, TwoLevels
 from headrace.quant.outliers import OutlierColumns, SparseOutliers
@@ -143,6 +143,7 @@ def _modelopt(config: _Config) -> Choose:
     else:
         if algorithm == "NVFP4_AWQ":
             raise _refuse(config, "quant_algo NVFP4_AWQ (scales before the weights)")
+        _of(config, "group_size", (NV_GROUP,), NV_GROUP)
         form = NVFP4(inverse=False, suffixes=("weight", "weight_scale", "weight_scale_2"))
     patterns = [re.compile(fnmatch.translate(each)) for each in _texts(config, "ignore", "exclude_modules")]
     return lambda name: None if any(each.match(name) for each in patterns) else form
@@ -233,6 +234,7 @@ def _scheme(config: _Config, group: _Config) -> Format | None:
         raise _refuse(config, f"weights is {str(weights)[:60]!r}", "the config is damaged, fetch it again")
     if group.get("output_activations"):
         raise _refuse(config, "output_activations")
+    weights = {"quant_method": config.get("quant_method"), **weights}  # what is refused names it
     bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
     size = _size(weights, "group_size", -1) if weights.get("group_size") is not None else 0
     zero, ordered = weights.get("symmetric") is False, weights.get("actorder") in ("group", "GROUP", True)
@@ -243,8 +245,10 @@ def _scheme(config: _Config, group: _Config) -> Format | None:
                 raise _refuse(config, f"input_activations in FP8 beside {said} weights")
             return PackedIntegers(bits, size if strategy == "group" else 0, zero, act_order=ordered, activations=inputs)
         case "nvfp4-pack-quantized", "float", 4:
+            _of(weights, "group_size", (NV_GROUP,), NV_GROUP)
             return NVFP4(inverse=True)
         case "mxfp4-pack-quantized", "float", 4:
+            _of(weights, "group_size", (MX_GROUP,), MX_GROUP)
             return MXFP4()
         case "int-quantized" | "float-quantized" | "naive-quantized", "int" | "float", 8 if (
             not (kind == "float" and zero) and not ordered
