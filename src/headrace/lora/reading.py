@@ -142,8 +142,9 @@ def _fill(held: NDArray[Any], run: Run, a: NDArray[Any], b: NDArray[Any]) -> Non
     if strip.kind == "gains":
         return
     factor, at = a if strip.kind == "a" else b, run.at
-    place = held[run.block, at : at + run.count * run.width].reshape(run.count, run.width)[:, : strip.length]
-    place[:] = factor[run.first : run.first + run.count, strip.first : strip.first + strip.length]
+    rows = factor[run.first : run.first + run.count, strip.first : strip.first + strip.length]
+    place = held[run.block, at : at + run.count * run.width].reshape(run.count, run.width)
+    place[:, : rows.shape[1]] = rows  # of ranks the last may have fewer tokens
 
 
 def _entries(run: Run) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
