@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, EngineDead
+from headrace.parallel.group import check_members
 from headrace.parallel.one_device import OneDevice
 from tests.support.ranks import ThreadGroup, together
 
@@ -49,6 +50,15 @@ def test_sums_of_any_size_and_place_go_in_pieces(monkeypatch: pytest.MonkeyPatch
         own = torch.arange(40.0).view(4, 10)
         assert torch.equal(wide, torch.cat([own[:, :3], own[:, :2] + 100], dim=1))
         assert small.tolist() == [[0], [1]] and count == 3 + 1 + 2
+
+
+def test_members_check_each_other_before_there_are_sums() -> None:
+    def run(group: ThreadGroup, key: bytes = b"secret") -> None:
+        check_members(OneDevice(group, lambda: None), "a stage", key, "cpu")  # type: ignore[arg-type]
+
+    together(2, run)
+    with pytest.raises(EngineDead, match="met somebody"):
+        together(2, lambda group: run(group, b"%d" % group.rank))
 
 
 def test_before_sums_are_tried_out_all_goes_through_the_host() -> None:

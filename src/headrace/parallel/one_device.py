@@ -23,6 +23,7 @@ class OneDevice:
     """``host``: the same ranks there. ``sums``: in one shot, once they have been tried out; only these are captured."""
 
     def __init__(self, host: GlooGroup, sums: Callable[[], OneShot | None]) -> None:
+        self.rank, self.size = host.rank, host.size
         self._host, self._sums = host, sums
 
     @property
@@ -46,17 +47,17 @@ class OneDevice:
         return side_by_side(self.all_gather_stacked(x), width)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
-        return self.gather(x, x.new_empty((self._host.size, *x.shape)))
+        return self.gather(x, x.new_empty((self.size, *x.shape)))
 
     def gather(self, x: Tensor, parts: Tensor) -> Tensor:
         """A sum with zeros is what was there."""
         if self._sums() is None or x.dtype not in _SUMMED:
             return parts.copy_(self._host.all_gather_stacked(x.cpu()))
-        parts.zero_()[self._host.rank] = x
+        parts.zero_()[self.rank] = x
         return self.all_reduce(parts)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return self.all_reduce(x).chunk(self._host.size)[self._host.rank]
+        return self.all_reduce(x).chunk(self.size)[self.rank]
 
     def all_to_all(self, x: Tensor, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> Tensor:
         return self._host.all_to_all(x.cpu(), sends, receives).to(x.device)
