@@ -18,8 +18,7 @@ import pytest
 from headrace.commands.serve_models import read_models
 from headrace.config import EngineConfig, ModelConfig, ServerConfig
 from headrace.errors import ConfigError, EngineDead, OutOfMemory, Unavailable
-from headrace.server.members.manager import ModelManager
-from headrace.server.members.member import Member
+from headrace.server.members.manager import Member, ModelManager
 from tests.support.serving import PYTHON, Answer, Server, post_bytes, wait_for
 
 # Each needs 1.28 MB awake and nothing asleep.

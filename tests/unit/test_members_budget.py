@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.server.members.budget import Holding, held_asleep, held_awake, to_sleep
+from headrace.server.members.manager import Holding, held_asleep, held_awake, to_sleep
 
 
 def model(name: str, held: int, asleep: int = 0, *, idle: bool = True, used: float = 0.0) -> Holding:

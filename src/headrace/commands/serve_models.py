@@ -27,7 +27,7 @@ from headrace.config import EngineConfig, ServerConfig
 from headrace.errors import ConfigError
 from headrace.flags import CommandParser, add_config_flags, engine_config, near_match, parse_size, read_yaml_mapping
 from headrace.server.members.life import MembersConfig
-from headrace.server.members.member import MemberConfig
+from headrace.server.members.manager import MemberConfig
 
 KEYS = ("memory", "sleep-level", "models")
 # of the server's settings: what each model has for itself

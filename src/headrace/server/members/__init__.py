@@ -1,9 +1,7 @@
 """Several models behind one front end, which share a budget of memory: each has an engine of its own, and those that
 are not used sleep.
 
-    budget.py    who has to sleep so that another fits, as arithmetic
-    member.py    one model: its service, its engine's life, what it holds
-    manager.py   whose turn it is to load, wake and sleep
+    manager.py   one model and what it holds; whose turn it is to load, wake and sleep
     routes.py    the route table for several: by the ``model`` of a body or a query
     life.py      start, draining, end of all
 """

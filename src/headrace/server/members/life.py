@@ -19,9 +19,7 @@ from headrace.engine.connection import watch_engine
 from headrace.errors import ConfigError, HeadraceError, ModelError, OutOfMemory
 from headrace.server.frontends.parent import FAILED_STARTS
 from headrace.server.lifecycle import ENGINE_EXIT_SECONDS, Lifecycle, end_dead, until
-from headrace.server.members.budget import size
-from headrace.server.members.manager import ModelManager
-from headrace.server.members.member import Member, MemberConfig
+from headrace.server.members.manager import Member, MemberConfig, ModelManager, size
 from headrace.server.members.routes import SharedService
 from headrace.server.service import Service
 

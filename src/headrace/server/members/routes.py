@@ -17,8 +17,7 @@ from headrace.errors import InvalidRequest, Unavailable
 from headrace.server.app import ROUTES
 from headrace.server.exchange import Exchange
 from headrace.server.exposition import Lines, model_label
-from headrace.server.members.manager import ModelManager
-from headrace.server.members.member import Condition, Member
+from headrace.server.members.manager import Condition, Member, ModelManager
 from headrace.server.openapi import Handler, Route
 from headrace.server.service import Service, unknown_model
 
