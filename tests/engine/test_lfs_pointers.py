@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return tiny.save("llama", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tokenizer.model", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_pointer_in_a_folder(folder: Path, name: str) -> None:
     (folder / "tokenizer.json").unlink(missing_ok=True)
     (folder / name).write_text(POINTER)

@@ -24,8 +24,8 @@ from headrace.errors import ConfigError
 from headrace.models.families import spec_from_config
 from headrace.models.files import TokenizerFiles
 from headrace.models.gguf_file import read_gguf
+from headrace.models.gguf_vocab import Piece, PieceType, bpe_tokenizer
 from headrace.models.loader import open_checkpoint
-from headrace.models.sentencepiece import Piece, PieceType, bpe_tokenizer
 from headrace.models.source import ModelSource, WeightFormat, find_model
 from headrace.quantize.gguf_recipe import gguf_recipe
 from headrace.quantize.gguf_vocab import tokenizer_metadata

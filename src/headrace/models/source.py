@@ -304,19 +304,20 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles | None:
         return TokenizerFiles(str(path), read_bounded(path, MAX_TOKENIZER_BYTES))
     config = read_json(path / "tokenizer_config.json", missing_ok=True)
     special = read_json(path / "special_tokens_map.json", missing_ok=True)
-    text = _tokenizer_json(path, config, special)
+    text = _tokenizer_json(path)
     if text is None:
         return None
     return TokenizerFiles(str(path), text, config, special, read_templates(path, config))
 
 
-def _tokenizer_json(path: Path, config: Mapping[str, Any], special: Mapping[str, Any]) -> str | None:
+def _tokenizer_json(path: Path) -> str | None:
     if (path / "tokenizer.json").exists():
         return read_bounded(path / "tokenizer.json", MAX_TOKENIZER_BYTES)
     if (path / "tokenizer.model").exists():
-        from headrace.models.sentencepiece import tokenizer_json_from_sentencepiece
-
-        return tokenizer_json_from_sentencepiece(path / "tokenizer.model", config, special)
+        raise ModelError(
+            f"{path} has a tokenizer.model and no tokenizer.json; write one with transformers: AutoTokenizer.from_pretrained(FOLDER)"
+            ".save_pretrained(FOLDER), or name another model's with --tokenizer."
+        )
     return None
 
 

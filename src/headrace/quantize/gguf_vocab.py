@@ -11,8 +11,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.models.files import TokenizerFiles
-from headrace.models.gguf_vocab import NAMED, PREFIX, SPLITS
-from headrace.models.sentencepiece import PieceType
+from headrace.models.gguf_vocab import NAMED, PREFIX, SPLITS, PieceType
 from headrace.models.source import ModelSource
 
 _GPT2 = SPLITS["gpt-2"][0]  # what ByteLevel splits by where nothing else does
