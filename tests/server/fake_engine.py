@@ -81,7 +81,7 @@ class FakeEngine:
         self.generation_defaults: Mapping[str, Any] = {}
         self.alive, self.dead = True, False
         self.live = 0
-        self.asleep = False
+        self.asleep, self.adapter_names = False, ()
 
     @property
     def ailment(self) -> str | None:

@@ -523,6 +523,7 @@ def test_a_folder_that_fits(tmp_path: Path) -> None:
         (GOOD, {"lora_alpha": 1e999}, "lora_alpha is inf"),
         (GOOD, {"use_dora": True}, "magnitudes of model.layers.0.self_attn.q_proj"),
         (GOOD, {"rank_pattern": {"(a+)+$": 2}}, "only names of modules are read"),
+        (GOOD, {"alpha_pattern": [1]}, "only names of modules are read"),
         ({**GOOD, f"{Q}.lora_A.weight": ("F32", [2, 9])}, {}, r"is \[2, 9\] of F32"),
         ({**GOOD, f"{Q}.lora_B.weight": ("F32", [2, 8])}, {}, r"calls for \[8, 2\]"),
         ({**GOOD, f"{Q}.lora_A.weight": ("I8", [2, 8])}, {}, "of floats"),

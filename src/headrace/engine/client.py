@@ -38,7 +38,7 @@ from headrace.engine.output import OutputCollector, OutputProcessor, RequestDelt
 from headrace.engine.replicas import Replicas, launch_engine
 from headrace.engine.resolve import create_config, find_source
 from headrace.engine.tokenizer import Tokenizer, load_tokenizer
-from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, StepFailed, Unavailable
+from headrace.errors import ConfigError, EngineDead, HeadraceError, InvalidRequest, NotFound, StepFailed, Unavailable
 from headrace.lora.registry import adapter_folder, adapter_names
 from headrace.models.source import ModelSource
 from headrace.processes.child import Begun
@@ -390,14 +390,16 @@ class AsyncLLM:
         await self._tell(frames.LoadAdapter, name, folder, in_place)
 
     async def unload_adapter(self, name: str) -> None:
-        """New requests are refused, those that have it go on. Raises InvalidRequest for an unknown name."""
-        await self._tell(frames.UnloadAdapter, name)
+        """New requests are refused, those that have it go on. Raises NotFound for an unknown name."""
+        await self._tell(frames.UnloadAdapter, name, refused=NotFound)
 
-    async def _tell(self, question: type[Question], *about: Any) -> None:
+    async def _tell(
+        self, question: type[Question], *about: Any, refused: type[InvalidRequest | NotFound] = InvalidRequest
+    ) -> None:
         if not self.config.adapters.enable_lora:
             raise InvalidRequest("This server serves no adapters; start it with --enable-lora.")
         if (error := (await self._connection.ask(question, *about)).get("error")) is not None:
-            raise InvalidRequest(error, param="lora_name")
+            raise refused(error, param="lora_name")
         await self.adapters()
 
     async def shutdown(self, timeout: float = 0.0, *, kill_after: float = 5.0) -> None:

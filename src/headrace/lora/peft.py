@@ -100,8 +100,9 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder / _CONFIG} sets {', '.join(refused)}, which is not supported. Merge the adapter into its model instead."
         )
     for name in ("rank_pattern", "alpha_pattern"):
-        for pattern in config.get(name) or {}:
-            if not _PATTERN.fullmatch(str(pattern)):
+        patterns = config.get(name) or {}
+        for pattern in patterns:
+            if not isinstance(patterns, Mapping) or not _PATTERN.fullmatch(str(pattern)):
                 raise ModelError(
                     f"{folder / _CONFIG}: {name} has {str(pattern)[:60]!r}; only names of modules are read. Write them out."
                 )
