@@ -34,7 +34,7 @@ from headrace.models.loader import load_weights
 from headrace.models.source import ModelSource
 from headrace.models.weight_rules import ignored_keys, weight_rules
 from headrace.parallel import leader
-from headrace.parallel.group import Peers, side_by_side
+from headrace.parallel.group import Peers
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import cuts, share
 from headrace.parallel.stages import split_layers
@@ -81,9 +81,6 @@ class ThreadGroup:
             return None
         self.normed += 1
         return normed(self.all_reduce(torch.cat([product(each) for each in x.split(13)])), residual, scale, eps)
-
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return side_by_side(self.all_gather_stacked(x), width)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
         return torch.stack(self._everybodys(x))

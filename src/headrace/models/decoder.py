@@ -29,7 +29,7 @@ from headrace.layers.pooling import Pooled, Pooler
 from headrace.layers.rotary import rotary_table
 from headrace.layers.shared_rows import NONE_SHARED, SharedRows, Sharing
 from headrace.models.layer_pool import LayerPool
-from headrace.parallel.group import Group
+from headrace.parallel.group import Group, side_by_side
 from headrace.quant import Format
 from headrace.sites import Role, Weight, head, is_plain, layer_matrices, matrices, weights
 from headrace.spec import DecoderSpec, KVFormat, NormKind, attention_groups
@@ -378,7 +378,7 @@ class Decoder(nn.Module):
         assert self.head is not None, "the last stage has logits"
         logits = self.head.forward(hidden, adapters)
         if self._group is not None:
-            logits = self._group.all_gather(logits, self.spec.vocab_size)
+            logits = side_by_side(self._group, logits, self.spec.vocab_size)
         return self._capped(logits)
 
     def greedy(self, hidden: Tensor, largest: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -67,10 +67,6 @@ class Group(Protocol):
         one collective. None: not of so many rows, and nothing has been done."""
         ...
 
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        """[n, part] of every rank → [n, width]: side by side in the order of ranks, less what goes beyond ``width``."""
-        ...
-
     def all_gather_stacked(self, x: Tensor) -> Tensor:
         """All-gather of tensors alike in shape: [ranks, *x.shape]."""
         ...
@@ -149,9 +145,10 @@ class Peers:
             each.abort()
 
 
-def side_by_side(parts: Tensor, width: int) -> Tensor:  # [ranks, n, part] → [n, width]
-    size = parts.shape[2]
-    return torch.cat([part[:, : width - rank * size] for rank, part in enumerate(parts.unbind(0))], dim=1)
+def side_by_side(group: Group, x: Tensor, width: int) -> Tensor:  # [n, part] → [n, width]
+    """All-gather in the order of ranks, less what goes beyond ``width``."""
+    parts = group.all_gather_stacked(x).unbind(0)
+    return torch.cat([part[:, : width - rank * x.shape[1]] for rank, part in enumerate(parts)], dim=1)
 
 
 def check_members(group: Any, name: str, key: bytes, device: str) -> None:
@@ -160,8 +157,8 @@ def check_members(group: Any, name: str, key: bytes, device: str) -> None:
     proofs = [
         blake2b(f"{name} {rank}".encode(), key=key, digest_size=_PROOF_BYTES).digest() for rank in range(group.size)
     ]
-    mine = torch.frombuffer(bytearray(proofs[group.rank]), dtype=torch.uint8).to(device)[None]
-    found = group.all_gather(mine, _PROOF_BYTES * group.size)
+    mine = torch.frombuffer(bytearray(proofs[group.rank]), dtype=torch.uint8).to(device)
+    found = group.all_gather_stacked(mine)
     if bytes(found.flatten().tolist()) != b"".join(proofs):
         raise EngineDead(f"ranks of {name} met somebody who is no rank of theirs; see who reaches their network.")
 
@@ -242,9 +239,6 @@ class GlooGroup:
 
     def all_reduce_normed(self, *_: Any) -> None:
         """Nothing is gained: a norm adds the residual."""
-
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return side_by_side(self.all_gather_stacked(x), width)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
         return self.all_gather_async(x)()

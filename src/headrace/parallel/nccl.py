@@ -29,7 +29,7 @@ from headrace.errors import ConfigError, EngineDead
 from headrace.kernels.build.driver import DriverError
 from headrace.kernels.build.nvrtc import CompileError
 from headrace.kernels.sums.reference import Normed, Onto, best_of, onto
-from headrace.parallel.group import GlooGroup, side_by_side
+from headrace.parallel.group import GlooGroup
 from headrace.parallel.one_device import OneDevice
 from headrace.parallel.one_shot import OneShot, most_rows
 
@@ -141,9 +141,6 @@ class Communicator:
     def _call(self, function: Any, *what: int) -> None:
         with self._calls:
             _check(self._library, function(*what, self._comm, self.stream))
-
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return side_by_side(self.all_gather_stacked(x), width)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
         x, parts = x.contiguous(), x.new_empty((self.size, *x.shape))
@@ -317,7 +314,7 @@ class NCCLGroup:
         """All ranks have it, or none: each says whether it got so far, before anybody goes on."""
         made, problem = None, "another rank cannot, or they differ from NCCL's"
         try:
-            made = OneShot(self.rank, self.size, comm.all_gather)
+            made = OneShot(self.rank, self.size, lambda x, _: comm.all_gather_stacked(x))
         except (DriverError, CompileError) as error:
             problem = str(error)
         if (
@@ -332,9 +329,6 @@ class NCCLGroup:
         else:
             self.backend = f"{self._over}; no sums in one shot: {problem}"
             _log.warning("ranks sum through %s", self.backend)
-
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return self._meet().all_gather(x, width)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
         return self._meet().all_gather_stacked(x)

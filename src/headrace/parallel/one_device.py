@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from headrace.parallel.group import GlooGroup, side_by_side
+from headrace.parallel.group import GlooGroup
 from headrace.parallel.one_shot import OneShot
 
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,9 +42,6 @@ class OneDevice:
         for piece in padded.split(16 * sums.lines // x.itemsize):
             sums.add(piece, self.stream)
         return x if padded is flat else x.copy_(padded[: flat.numel()].view_as(x))
-
-    def all_gather(self, x: Tensor, width: int) -> Tensor:
-        return side_by_side(self.all_gather_stacked(x), width)
 
     def all_gather_stacked(self, x: Tensor) -> Tensor:
         return self.gather(x, x.new_empty((self.size, *x.shape)))
