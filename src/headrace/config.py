@@ -2,20 +2,22 @@
 these fields.
 
 What lives here: the fields, and the one check that every value passes, whichever way it came. What may not: bounds of
-one field and what is told of it (data/options.toml), torch, reading checkpoints, command-line parsing (flags.py), and any
-use of the values.
+one field and what is told of it (data/options.toml), what does not go together (data/conflicts.toml), torch, reading
+checkpoints, command-line parsing (flags.py), and any use of the values.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import tomllib
 import types
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
@@ -23,14 +25,14 @@ from headrace.errors import ConfigError
 from headrace.spec import KV_FORMATS, AdapterSpace, KVFormat
 
 Config = TypeVar("Config")
-
-
 _DATA = Path(__file__).parent / "data"
 OPTIONS = tomllib.loads((_DATA / "options.toml").read_text(encoding="utf-8"))  # by class and field
 _PARSERS = tomllib.loads((_DATA / "parsers.toml").read_text(encoding="utf-8"))
 for _name, _known in _PARSERS.items():
     OPTIONS["ServerConfig"][_name]["choices"] = tuple(_known)
 QUANTIZATION = OPTIONS["ModelConfig"]["quantization"]
+CONFLICTS = tomllib.loads((_DATA / "conflicts.toml").read_text(encoding="utf-8"))  # by class
+_COMPARED = {"!=": operator.ne, ">": operator.gt, ">=": operator.ge, "<": operator.lt, "%": operator.mod}
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -149,24 +151,14 @@ class SchedulerConfig:
         if isinstance(self.speculative_config, Mapping):
             object.__setattr__(self, "speculative_config", json.dumps(self.speculative_config))
         check_fields(self)
-        self._check_fair()
-        if self.max_step_ms is not None and not self.chunked_prefill:
+        if len(self.tenant_weights) < len(self.tenant_weight):
             raise ConfigError(
-                f"max_step_ms is {self.max_step_ms:g}, but prompts are computed whole (chunked_prefill is off); leave one of them out."
+                f"tenant_weight names a tenant twice ({', '.join(self.tenant_weight)[:200]}); give each one weight."
             )
 
     @property
     def max_step_seconds(self) -> float | None:
         return None if self.max_step_ms is None else self.max_step_ms / 1e3
-
-    def _check_fair(self) -> None:
-        prices = (self.fair_input_price, self.fair_output_price)
-        if not any(prices):
-            raise ConfigError("fair_input_price and fair_output_price are 0; give a price above 0.")
-        if len(self.tenant_weights) < len(self.tenant_weight):
-            raise ConfigError(
-                f"tenant_weight names a tenant twice ({', '.join(self.tenant_weight)[:200]}); give each one weight."
-            )
 
     @property
     def tenant_weights(self) -> dict[str, float]:
@@ -268,85 +260,6 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_prefill()
-        self._check_failover()
-        if self.expert_placement is not None and not self.enable_expert_parallel:
-            raise ConfigError(
-                f"expert_placement is {self.expert_placement!r}, but enable_expert_parallel is off; turn it on, or leave the placement out."
-            )
-        if self.batch_invariant and self.tensor_parallel_size > 2:
-            raise ConfigError(
-                f"--tensor-parallel-size is {self.tensor_parallel_size}, but --batch-invariant holds for sums of up to 2 ranks; "
-                "leave one of them out."
-            )
-        self._check_nodes()
-        self._check_shared_device()
-        if any(self.pooled_layers) and (
-            self.pipeline_parallel_size == 1 or self.nnodes > 1 or self.distributed_executor_backend == "ray"
-        ):
-            raise ConfigError(
-                f"pooled_layers is {' '.join(map(str, self.pooled_layers))}, but layers lie in another stage's memory of the same host; "
-                "give --pipeline-parallel-size, and neither nodes nor Ray, or leave it out."
-            )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
-            if getattr(self, name) != 1 and self.executor == "keyed-hash":
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, but keyed-hash computes no model; leave one of them out."
-                )
-
-    def _check_failover(self) -> None:
-        if not self.expert_failover:
-            return
-        if not self.enable_expert_parallel or self.tensor_parallel_size == 1:
-            raise ConfigError(
-                "expert_failover is on, but experts are not on several devices; give --enable-expert-parallel and "
-                "--tensor-parallel-size, too, or turn it off."
-            )
-        if self.num_devices > self.tensor_parallel_size or self.nnodes > 1 or self.enable_sleep_mode:
-            raise ConfigError(
-                "expert_failover is on, but it is for --tensor-parallel-size alone, on one host and without sleep mode; leave the others out."
-            )
-        if self.distributed_executor_backend == "ray" or self.batch_invariant:
-            raise ConfigError(
-                "expert_failover is on, but neither Ray nor --batch-invariant goes with it; leave one of them out."
-            )
-
-    def _check_shared_device(self) -> None:
-        if self.ranks_per_device not in (1, self.tensor_parallel_size) or (
-            self.ranks_per_device > 1
-            and (
-                self.num_devices > self.tensor_parallel_size
-                or self.nnodes > 1
-                or self.expert_failover
-                or self.distributed_executor_backend == "ray"
-            )
-        ):
-            raise ConfigError(
-                f"ranks_per_device is {self.ranks_per_device}, but it is for all ranks of --tensor-parallel-size "
-                f"({self.tensor_parallel_size}) alone, on one host; give that number, or leave it out."
-            )
-
-    def _check_nodes(self) -> None:
-        nodes = f"nnodes is {self.nnodes}"
-        if self.node_rank >= self.nnodes:
-            raise ConfigError(f"node_rank is {self.node_rank}, but {nodes}; nodes count from 0.")
-        ray = self.distributed_executor_backend == "ray"
-        if self.data_parallel_size > 1 and (ray or self.nnodes > 1):
-            raise ConfigError(
-                f"data_parallel_size is {self.data_parallel_size}, but replicas share one host; start a server on each host instead."
-            )
-        if self.nnodes == 1:
-            return
-        if self.num_ranks % self.nnodes:
-            raise ConfigError(
-                f"{nodes}, but one replica has {self.num_ranks} devices; give each node equally many devices."
-            )
-        if ray:
-            raise ConfigError(
-                f"{nodes}, but Ray knows its nodes itself; leave it out, or distributed_executor_backend."
-            )
-        if self.enable_sleep_mode:
-            raise ConfigError(f"{nodes}, but enable_sleep_mode is for one host; leave one of them out.")
 
     @property
     def ranks_here(self) -> int:
@@ -362,27 +275,6 @@ class DeviceConfig:
     def staging_regions(self) -> int:
         """Replicas that may hand over prompts."""
         return self.data_parallel_size if self.swap_roles else self.prefill_replicas
-
-    def _check_prefill(self) -> None:
-        prefill, replicas = self.prefill_replicas, self.data_parallel_size
-        if self.swap_roles and not prefill:
-            raise ConfigError(
-                "swap_roles is on, but no replica computes prompts for others; give --prefill-replicas, too, or turn it off."
-            )
-        if prefill and prefill >= replicas:
-            raise ConfigError(
-                f"prefill_replicas is {prefill} and data_parallel_size {replicas}: none would answer; give at most {replicas - 1}, "
-                f"or {prefill + 1} replicas."
-            )
-        if prefill and self.num_ranks > 1:
-            raise ConfigError(
-                f"prefill_replicas is {prefill}, but a replica of {self.num_ranks} ranks hands over no keys and values; "
-                "give 1 rank each, or leave prefill_replicas out."
-            )
-        if prefill and self.enable_sleep_mode:
-            raise ConfigError(
-                "enable_sleep_mode is on, but replicas that hand over keys and values do not sleep; leave it or prefill_replicas out."
-            )
 
     @property
     def num_ranks(self) -> int:
@@ -439,8 +331,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.uds == "":
-            raise ConfigError("uds is empty; give the path of a Unix socket, or leave it out to listen on an address.")
 
 
 @settings
@@ -456,10 +346,6 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.max_loras and self.max_cpu_loras and self.max_cpu_loras < self.max_loras:
-            raise ConfigError(
-                f"max_cpu_loras is {self.max_cpu_loras}, below max_loras, {self.max_loras}; give at least as many."
-            )
         if len(self.modules) < len(self.lora_modules):
             raise ConfigError(
                 f"lora_modules names an adapter twice ({', '.join(self.lora_modules)[:200]}); give each name once."
@@ -506,19 +392,7 @@ class EngineConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
-        cache = self.cache
-        if self.device.prefill_replicas and not (
-            cache.enable_prefix_caching and cache.kv_caching and cache.paged_allocation
-        ):
-            raise ConfigError(
-                "prefill_replicas needs enable_prefix_caching, kv_caching and paged_allocation: what is handed over lies in the prefix "
-                "cache. Turn them on, or leave prefill_replicas out."
-            )
-        if self.device.ranks_per_device > 1 and self.device.device != "cpu" and cache.kv_cache_memory is None:
-            raise ConfigError(
-                "ranks_per_device is above 1, and ranks on one GPU cannot measure what each of them has left; "
-                "give --kv-cache-memory, the bytes of each."
-            )
+        check_together(self)
 
 
 ENGINE_PARTS: Mapping[str, type] = {
@@ -594,6 +468,41 @@ def check_fields(config: Any) -> None:
             value = each.metadata["aliases"][value]
             object.__setattr__(config, each.name, value)
         check_value(each, kinds[each.name], value)
+    check_together(config)
+
+
+def check_together(config: Any) -> None:
+    """What conflicts.toml says of its class. Raises ConfigError."""
+    for rule in CONFLICTS.get(config.__class__.__name__, ()):
+        for case in rule["when"]:
+            if all(_is(config, name, wanted) for name, wanted in case.items()):
+                raise ConfigError(rule["say"].format_map(_Shown(config, next(iter(case)))))
+
+
+class _Shown:
+    """Settings by name, as messages show them; ``it``: one of them."""
+
+    def __init__(self, config: Any, it: str) -> None:
+        self._config, self._it = config, it
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "it":
+            return self._it
+        value = attrgetter(name)(self._config)
+        return " ".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def _is(config: Any, name: str, wanted: Any) -> bool:
+    value = attrgetter(name)(config)
+    if isinstance(wanted, list):
+        return all(_is(config, name, each) for each in wanted)
+    if isinstance(wanted, bool):
+        return (any(value) if isinstance(value, tuple) else bool(value)) is wanted
+    compare, _, other = wanted.partition(" ") if isinstance(wanted, str) else ("", "", "")
+    if compare not in _COMPARED:
+        return bool(value == wanted)
+    than = int(other) if other.isdecimal() else getattr(config, other, other)
+    return bool(_COMPARED[compare](value, than))
 
 
 def check_value(of: Field[Any], kind: FieldType, value: Any) -> None:

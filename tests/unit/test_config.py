@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import string
+from operator import attrgetter
 from typing import Any
 
 import pytest
 
+from headrace import config
 from headrace.config import (
+    CONFLICTS,
     OPTIONS,
     CacheConfig,
     DeviceConfig,
@@ -53,11 +57,13 @@ def test_bad_value_is_named_with_its_remedy(config_class: Any, name: str, value:
 
 def test_every_value_a_field_may_have_is_accepted() -> None:
     """Defaults, every choice, None where optional, and an int for a float."""
+    beside: dict[str, Any] = {"ssl_cert_reqs": {"ssl_certfile": "chain.pem", "ssl_ca_certs": "ca.pem"}}
     for config_class in CLASSES:
         for field in dataclasses.fields(config_class):
             kind = field_types(config_class)[field.name]
             for value in [field.default, *field.metadata.get("choices", ()), *([None] if kind.optional else [])]:
-                config_class(**{field.name: value})
+                if value or field.name not in beside:
+                    config_class(**{field.name: value, **beside.get(field.name, {})})
     assert CacheConfig(gpu_memory_utilization=1).gpu_memory_utilization == 1
 
 
@@ -65,6 +71,15 @@ def test_what_is_told_of_flags_is_of_fields_and_formats_that_there_are() -> None
     for config_class in CLASSES:
         assert set(OPTIONS[config_class.__name__]) <= set(field_types(config_class)), config_class
     assert OPTIONS["CacheConfig"]["kv_cache_dtype"]["choices"][4:] == list(KV_FORMATS)
+
+
+def test_conflicts_are_of_settings_that_there_are() -> None:
+    for name, rules in CONFLICTS.items():
+        default = getattr(config, name)()
+        for rule in rules:
+            shown = {each for _, each, _, _ in string.Formatter().parse(rule["say"]) if each and each != "it"}
+            for setting in shown.union(*rule["when"]):
+                attrgetter(setting)(default)
 
 
 def test_flags_of_all_classes_have_names_of_their_own() -> None:

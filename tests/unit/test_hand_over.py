@@ -324,7 +324,7 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(fd: int, seed: i
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"prefill_replicas": 2, "data_parallel_size": 2}, "at most 1, or 3 replicas"),
+        ({"prefill_replicas": 2, "data_parallel_size": 2}, "give fewer of them, or more replicas"),
         ({"prefill_replicas": 1}, "none would answer"),
         ({"swap_roles": True, "data_parallel_size": 2}, "give --prefill-replicas"),
         ({"prefill_replicas": 1, "data_parallel_size": 2, "tensor_parallel_size": 2}, "2 ranks"),

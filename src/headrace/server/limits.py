@@ -219,14 +219,6 @@ def _joined(words: Sequence[str]) -> bytes:
 
 
 def _check_origins(config: ServerConfig) -> None:
-    if not config.allowed_origins:
-        asked = next(
-            (name for name in ("allowed_methods", "allowed_headers", "allow_credentials") if getattr(config, name)),
-            None,
-        )
-        if asked is not None:
-            says = "says what pages of other sites may do, but none may do anything"
-            raise ConfigError(f"{asked} {says}; add --allowed-origins.")
     for origin in config.allowed_origins:
         if origin not in (ANY, "null") and not _ORIGIN.fullmatch(origin.lower()):
             remedy = "give a scheme, a host and a port if there is one, without a path: https://chat.example, http://localhost:3000, or '*' for any"

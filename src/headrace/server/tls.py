@@ -23,7 +23,6 @@ log = logging.getLogger("headrace.server")
 
 def create_context(config: ServerConfig) -> ssl.SSLContext | None:
     """None where plain HTTP is spoken. Raises ConfigError for settings and files that cannot be used."""
-    _check(config)
     if config.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # TLS 1.2 and later
@@ -61,19 +60,6 @@ def _stamp(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_ino
-
-
-def _check(config: ServerConfig) -> None:
-    if config.ssl_certfile is None:
-        given = next((name for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs") if getattr(config, name)), None)
-        if given is not None:
-            raise ConfigError(f"{given} is given, but no certificate to serve HTTPS with; add --ssl-certfile.")
-    elif bool(config.ssl_ca_certs) != bool(config.ssl_cert_reqs):
-        given, missing = "ssl_ca_certs", "--ssl-cert-reqs 2 (or 1)"
-        if not config.ssl_ca_certs:
-            given, missing = "ssl_cert_reqs", "--ssl-ca-certs FILE"
-        asks = "alone asks no client for a certificate that could be judged"
-        raise ConfigError(f"{given} {asks}; add {missing}, or leave it out.")
 
 
 def _load_certificate(context: ssl.SSLContext, certificate: str, key: str | None) -> None:
