@@ -26,8 +26,8 @@ SPEC = spec_from_config(json.loads((SHAPES / "Llama-3.1-8B" / "config.json").rea
 H100 = known_devices()["h100"]
 
 
-def laid_out(stages: int, ranks: int = 1, link: Link | None = H100.link) -> Priced:
-    device = DeviceConfig(pipeline_parallel_size=stages, tensor_parallel_size=ranks)
+def laid_out(stages: int, ranks: int = 1, link: Link | None = H100.link, pooled: tuple[int, ...] = ()) -> Priced:
+    device = DeviceConfig(pipeline_parallel_size=stages, tensor_parallel_size=ranks, pooled_layers=pooled)
     return priced(SPEC, EngineConfig(model=ModelConfig(max_model_len=4096), device=device), replace(H100, link=link))
 
 
@@ -49,6 +49,18 @@ def test_hidden_states_go_over_the_link() -> None:
     price = found.step_time.of_load(decode_load(found.groups, 8, 512), rows=8)
     assert price.hop_seconds == pytest.approx(1e-5 + 8 * SPEC.hidden_size * 2 / 1e9)
     assert price.seconds == pytest.approx(sum(price.stages) + price.hop_seconds)
+
+
+def test_layers_in_another_stages_memory_come_over_the_link_and_make_room() -> None:
+    """Four of stage 0's, which share one place there."""
+    plain, pooled = laid_out(2), laid_out(2, pooled=(4, 0))
+    (first, second), before = (
+        each.step_time.of_load(decode_load(each.groups, 8, 512)).stages for each in (pooled, plain)
+    )
+    layer = 218e6 * 2  # bytes
+    assert first == pytest.approx(4 * layer / 315e9, rel=0.01) and second == before[1]
+    more, less = (each.placed().memory["weights"] for each in (plain, pooled))
+    assert more - less == pytest.approx(3 * layer, rel=0.01)
 
 
 def test_both_kinds_of_ranks_are_priced_together() -> None:

@@ -30,7 +30,7 @@ from headrace.errors import ConfigError
 from headrace.parallel.context import check_context
 from headrace.parallel.placement import held_experts
 from headrace.parallel.shares import share
-from headrace.parallel.stages import staged
+from headrace.parallel.stages import pooled_layers, split_layers, staged
 from headrace.planner.devices import GIB, Device, known_devices
 from headrace.planner.steadiness import Disturbances
 from headrace.planner.step_time import LargestStep, StagedTime, StepTime
@@ -89,6 +89,7 @@ class Priced:
     cost_model: CostModel
     pricing: Pricing
     stages: Sequence[tuple[DecoderSpec, tuple[KVSpec, ...]]]
+    pooled: Sequence[tuple[int, ...]] = ()  # of each stage: layers that lie in the next one's memory
 
     @property
     def step_time(self) -> StepTime | StagedTime:
@@ -98,9 +99,10 @@ class Priced:
         """On the stage that has room for the fewest blocks, the first beside a ``draft`` model. Raises ConfigError or
         OutOfMemory where it does not fit."""
         drafts = (draft, *(None for _ in self.stages[1:]))
+        pooled = self.pooled or [()] * len(self.stages)
         found = [
-            place(spec, self.config, self.device, self.dtype, groups, each)
-            for each, (spec, groups) in zip(drafts, self.stages, strict=True)
+            place(spec, self.config, self.device, self.dtype, groups, each, (pooled[at], pooled[at - 1]))
+            for at, (each, (spec, groups)) in enumerate(zip(drafts, self.stages, strict=True))
         ]
         least = min(found, key=lambda each: [group.num_blocks for group in each.kv_groups])
         longest = min(each.max_model_len for each in found)
@@ -133,11 +135,16 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: 
     dtype = dtype_of(spec, config, device)
     models = [cost_model_of(part, config, device, dtype, popularity) for part in parts]
     prices = [choose_prices(device, config, *model) for model in models]
-    pricing = prices[0]
+    pricing, pooled = prices[0], list[tuple[int, ...]]()
     if len(parts) > 1:
+        from headrace.worker.memory import layers_bytes
+
+        split = split_layers(spec, len(stages), config.device.pipeline_layers)
+        pooled = [pooled_layers(split, config.device, stage) for stage in stages]
+        fetched = [layers_bytes(part, each, ELEMENT_BYTES[dtype]) for part, each in zip(parts, pooled, strict=True)]
         hidden = spec.hidden_size * ELEMENT_BYTES[dtype]
         times = [each.step_time for each in prices if isinstance(each.step_time, StepTime)]
-        pricing = replace(pricing, step_time=StagedTime(times, device.link, hidden))
+        pricing = replace(pricing, step_time=StagedTime(times, device.link, hidden, fetched))
     placed = [(part, groups) for part, (_, groups) in zip(parts, models, strict=True)]
     return Priced(
         parts[0],
@@ -149,6 +156,7 @@ def priced(spec: DecoderSpec, config: EngineConfig, device: Device, popularity: 
         models[0][0],
         pricing,
         placed,
+        pooled,
     )
 
 
@@ -158,8 +166,6 @@ def _busiest(spec: DecoderSpec, device: DeviceConfig, popularity: tuple[float, .
     ranks = [held for rank in range(size) if (held := held_experts(spec, device, rank)) is not None]
     if device.expert_failover:
         raise ConfigError("expert_failover is on, but what ranks that may die take is not priced; leave it out.")
-    if any(device.pooled_layers):
-        raise ConfigError("pooled_layers are given, but what fetching them takes is not priced; leave them out.")
     if not ranks:
         return share(spec, size)
 
@@ -268,15 +274,17 @@ def place(
     dtype: str,
     groups: tuple[KVSpec, ...],
     draft: DecoderSpec | None = None,
+    pool: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
 ) -> ExecutorInfo:
     """What an executor on that device would say of itself. ``config`` is resolved. ``draft``: a model that drafts beside
-    it, with keys and values under the same numbers. Raises ConfigError or OutOfMemory with the numbers."""
-    from headrace.worker.memory import Room, bounds, plan_kv, with_copy
+    it, with keys and values under the same numbers. ``pool``: pooled layers, and kept ones. Raises ConfigError or OutOfMemory with the numbers."""
+    from headrace.worker.memory import Room, bounds, plan_kv, with_copy, with_pool
 
     available = int(device.memory * (config.cache.gpu_memory_utilization if device.overlaps else 1.0))
     purposes = bounds(spec, config, ELEMENT_BYTES[dtype]) | (
         {"context, kernels and graphs": CARD_BYTES} if device.overlaps else {}
     )
+    purposes = with_pool(purposes, spec, *pool, ELEMENT_BYTES[dtype])
     if draft is not None:
         assert config.cache.block_size is not None, "resolved"
         size = ELEMENT_BYTES[dtype]

@@ -144,10 +144,13 @@ class StepTime:
 
 class StagedTime:
     """The same of a pipeline, one of ``stages`` behind the other. ``link``: between two of them; None: nothing is sent.
-    ``hidden``: bytes of a token's hidden states."""
+    ``hidden``: bytes of a token's hidden states; ``fetched``: of the layers that each stage fetches in a step."""
 
-    def __init__(self, stages: Sequence[StepTime], link: Link | None, hidden: float) -> None:
+    def __init__(
+        self, stages: Sequence[StepTime], link: Link | None, hidden: float, fetched: Sequence[float] = ()
+    ) -> None:
         self._stages, self._link, self._hidden = stages, link, hidden
+        self._fetches = [0.0 if link is None else each / link.bandwidth for each in fetched or [0.0] * len(stages)]
         self.most = stages[0].most
 
     def of_plan(self, plan: StepPlan) -> StepPrice:
@@ -162,7 +165,7 @@ class StagedTime:
     def _joined(self, prices: Sequence[StepPrice], tokens: int) -> StepPrice:
         count, link = len(prices), self._link
         hop = 0.0 if link is None or not tokens else link.latency + tokens * self._hidden / link.bandwidth
-        stages = tuple(each.seconds for each in prices)
+        stages = tuple(max(each.seconds, fetch) for each, fetch in zip(prices, self._fetches, strict=True))
         floor, moved, flops = (
             sum(getattr(each, name) for each in prices) / count for name in ("floor_seconds", "bytes", "flops")
         )

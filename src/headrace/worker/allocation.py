@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from headrace.config import Decision
 from headrace.errors import OutOfMemory
 from headrace.kernels.linear.epilogue import LEAST_ADDED
-from headrace.models.layer_pool import places_for
 from headrace.parallel.group import Peers
-from headrace.sites import layer_weights
 from headrace.spec import KVGroup
 from headrace.worker.device_memory import DeviceMeter, device_use, measured_peak, set_aside, small_bytes
 from headrace.worker.failure import out_of_memory
@@ -45,6 +43,7 @@ from headrace.worker.memory import (
     row_bytes,
     weight_bytes,
     with_copy,
+    with_pool,
 )
 from headrace.worker.model_runner import ModelRunner
 from headrace.worker.rows import Rows
@@ -236,14 +235,7 @@ class Allocation:
         found = bounds(setup.spec, setup.config, setup.dtype.itemsize, setup.adapter_layout)
         if setup.beside is not None:
             found["draft model"] = setup.draft_bytes
-        if setup.pooled or setup.kept:
-            found["weights"] -= self._layers(setup.pooled[places_for(setup.pooled) :])
-            found["another stage's layers"] = self._layers(setup.kept)
-        return found
-
-    def _layers(self, which: Sequence[int]) -> int:
-        sites = [site for layer in which for site in layer_weights(self._setup.spec, layer)]
-        return int(sum(site.num_bytes(self._setup.dtype.itemsize) for site in sites))
+        return with_pool(found, setup.spec, setup.pooled, setup.kept, setup.dtype.itemsize)
 
     def _available(self) -> int:
         if self._meter is None:  # ranks and replicas of a CPU have its memory between them

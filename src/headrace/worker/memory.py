@@ -22,7 +22,8 @@ from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.wide_copy import TOKENS, copy_bytes, worth
 from headrace.lora.layout import Layout
-from headrace.sites import Role, count_bytes, layer_matrices, matrices
+from headrace.models.layer_pool import places_for
+from headrace.sites import Role, count_bytes, layer_matrices, layer_weights, matrices
 from headrace.spec import DecoderSpec, KVGroup, KVSpec
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS
 
@@ -163,6 +164,21 @@ def with_copy(
     beside = f"{size / GIB:.2f} GiB of the {room.left / GIB:.2f} that are left beside {', '.join(room.purposes)}"
     found = replace(room, purposes={**room.purposes, COPY: size}) if taken else room
     return found, Decision("wide_copy", taken, f"{beside}: {why}")
+
+
+def with_pool(
+    purposes: dict[str, int], spec: DecoderSpec, pooled: Sequence[int], kept: Sequence[int], dtype_bytes: float
+) -> dict[str, int]:
+    """Where layers lie in another stage's memory, and those of another lie here (Setup)."""
+    if not pooled and not kept:
+        return purposes
+    away, here = pooled[places_for(pooled) :], "another stage's layers"
+    saved = purposes["weights"] - layers_bytes(spec, away, dtype_bytes)
+    return {**purposes, "weights": saved, here: layers_bytes(spec, kept, dtype_bytes)}
+
+
+def layers_bytes(spec: DecoderSpec, layers: Sequence[int], dtype_bytes: float) -> int:
+    return int(sum(site.num_bytes(dtype_bytes) for layer in layers for site in layer_weights(spec, layer)))
 
 
 def activation_bytes(spec: DecoderSpec, num_tokens: int, logits_rows: int, dtype_bytes: int) -> int:
