@@ -46,7 +46,10 @@ def __getattr__(name: str) -> Any:
     home = next((module for module, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"headrace.{home}"), name)
+    from headrace.processes.imports import importing
+
+    with importing():
+        value = getattr(importlib.import_module(f"headrace.{home}"), name)
     globals()[name] = value
     return value
 
