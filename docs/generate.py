@@ -6,6 +6,7 @@ A test compares the files with what this script would write. What may not live h
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import Field
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import techniques
-from headrace.config import ENGINE_PARTS, ServerConfig, field_types
+from headrace.config import CONFLICTS, ENGINE_PARTS, ServerConfig, field_types
 from headrace.flags import config_fields, elsewhere
 from headrace.server.dialects.body import Refused
 from headrace.server.dialects.chat import ChatBody
@@ -27,7 +28,8 @@ DOCS = Path(__file__).parent
 
 CONFIGURATION = """# Configuration
 
-Every setting is a field of a dataclass in `src/headrace/config.py`. Each field is available as
+Every setting is a field of a dataclass in `src/headrace/config.py`, described in `data/options.toml` beside it. Each
+field is available as
 
 - a flag: `--max-num-seqs 64`,
 - an entry in the file given with `--config FILE.yaml`: `max-num-seqs: 64` (underscores work too),
@@ -106,7 +108,23 @@ def configuration() -> str:
     tables = "".join(
         f"## {part.__name__}: {(part.__doc__ or '').rstrip('.')}\n\n{_table(part)}\n" for part in parts.values()
     )
-    return CONFIGURATION + tables + ENVIRONMENT + _elsewhere()
+    return CONFIGURATION + tables + _conflicts() + ENVIRONMENT + _elsewhere()
+
+
+def _conflicts() -> str:
+    """The sentences of conflicts.toml, without numbers."""
+    rows = [_conflict(rule) for rules in CONFLICTS.values() for rule in rules]
+    return "## Settings that do not go together\n\nEach is refused at the start:\n\n" + "".join(rows) + "\n"
+
+
+def _conflict(rule: dict[str, Any]) -> str:
+    said = rule["say"].replace("{it}", " or ".join(next(iter(case)) for case in rule["when"]))
+    return (
+        "\n".join(
+            textwrap.wrap(f"- {re.sub(r'{[^}]*}', '…', said)}", 120, subsequent_indent="  ", break_on_hyphens=False)
+        )
+        + "\n"
+    )
 
 
 def _table(part: type) -> str:
