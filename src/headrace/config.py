@@ -12,12 +12,12 @@ import json
 import math
 import operator
 import os
+import re
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from functools import cache
-from operator import attrgetter
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
@@ -473,36 +473,52 @@ def check_fields(config: Any) -> None:
 
 def check_together(config: Any) -> None:
     """What conflicts.toml says of its class. Raises ConfigError."""
-    for rule in CONFLICTS.get(config.__class__.__name__, ()):
-        for case in rule["when"]:
-            if all(_is(config, name, wanted) for name, wanted in case.items()):
-                raise ConfigError(rule["say"].format_map(_Shown(config, next(iter(case)))))
+    if (said := first_conflict(CONFLICTS.get(config.__class__.__name__, ()), config)) is not None:
+        raise ConfigError(said)
+
+
+def first_conflict(rules: Iterable[Mapping[str, Any]], held: Any) -> str | None:
+    """What is said of the settings that ``held`` has, by the first rule that they break. ``rules``: as conflicts.toml has
+    them."""
+    broken = ((rule, case) for rule in rules for case in rule["when"] if _holds(case, held))
+    return next((rule["say"].format_map(_Shown(held, *case)) for rule, case in broken), None)
 
 
 class _Shown:
-    """Settings by name, as messages show them; ``it``: one of them."""
+    """Settings by name, as messages show them; of those that a rule names, ``it`` is the first, with its ``value``, and
+    ``flag`` and ``other`` are the first two as flags."""
 
-    def __init__(self, config: Any, it: str) -> None:
-        self._config, self._it = config, it
+    def __init__(self, held: Any, it: str, other: str = "", *more: str) -> None:
+        flags = {"flag": f"--{it.replace('_', '-')}", "other": f"--{other.replace('_', '-')}"}
+        self._held, self._words = held, {"it": it, "value": _value(held, it), **flags}
 
     def __getitem__(self, name: str) -> Any:
-        if name == "it":
-            return self._it
-        value = attrgetter(name)(self._config)
+        value = self._words[name] if name in self._words else _value(self._held, name)
         return " ".join(map(str, value)) if isinstance(value, tuple) else value
 
 
-def _is(config: Any, name: str, wanted: Any) -> bool:
-    value = attrgetter(name)(config)
-    if isinstance(wanted, list):
-        return all(_is(config, name, each) for each in wanted)
+def _value(held: Any, name: str) -> Any:
+    return reduce(lambda owner, part: getattr(owner, part, None), name.split("."), held)
+
+
+def _holds(case: Mapping[str, Any], held: Any) -> bool:
+    return all(
+        _is(held, _value(held, name), each)
+        for name, wanted in case.items()
+        for each in (wanted if isinstance(wanted, list) else [wanted])
+    )
+
+
+def _is(held: Any, value: Any, wanted: Any) -> bool:
+    if wanted in ("given", "missing"):
+        return (value is None or value is False) is (wanted == "missing")
     if isinstance(wanted, bool):
         return (any(value) if isinstance(value, tuple) else bool(value)) is wanted
     compare, _, other = wanted.partition(" ") if isinstance(wanted, str) else ("", "", "")
     if compare not in _COMPARED:
         return bool(value == wanted)
-    than = int(other) if other.isdecimal() else getattr(config, other, other)
-    return bool(_COMPARED[compare](value, than))
+    number = re.fullmatch(r"[\d.]+", other)
+    return bool(_COMPARED[compare](value, float(other) if number else getattr(held, other, other)))
 
 
 def check_value(of: Field[Any], kind: FieldType, value: Any) -> None:

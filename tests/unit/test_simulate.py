@@ -17,7 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.bench.arguments import declared
 from headrace.clock import VirtualClock
+from headrace.commands import simulate as command
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from headrace.cost.prices import FrontPrices
 from headrace.cost.profile import DeviceIdentity, DeviceProfile, cpu_identity, save_profile
@@ -25,6 +27,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import Executor
 from headrace.engine.keyed_hash import KeyedHashExecutor, keyed_hash_info
 from headrace.errors import ConfigError
+from headrace.flags import CommandParser
 from headrace.models.families import spec_from_config
 from headrace.planner import drive
 from headrace.planner.devices import Device, Efficiency, Share, find_device, known_devices, with_calibrations
@@ -594,6 +597,14 @@ WRONG = {
     "--device h200 --workload shared-prefix --prefix-len 90000 --num-prefixes 90000": "90,000 prefixes of 90,000 tokens",
     "--device h200 --workload conversation --turns 90000000": "That is 5,760,000,000 requests",
 }
+
+
+def test_rules_of_flags_name_flags() -> None:
+    parser = CommandParser(prog="headrace simulate")
+    command.add_arguments(parser)
+    rules = [rule for section in declared()["conflicts"].values() for rule in section]
+    named = {name for rule in rules for case in rule["when"] for name in case}
+    assert named <= {action.dest for action in parser.options().values()}
 
 
 @pytest.mark.parametrize("words", WRONG)

@@ -15,6 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headrace.config import first_conflict
+from headrace.errors import ConfigError
+
 Number = TypeVar("Number", int, float)
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
@@ -93,6 +96,12 @@ def declare(parser: argparse._ActionsContainer, section: str, **changes: Mapping
         if isinstance(given.get("type"), str):
             given["type"] = _TYPES[given["type"]]
         parser.add_argument(*given.pop("names", [flag]), **given)
+
+
+def check_together(args: argparse.Namespace, section: str) -> None:
+    """What flags.toml says of flags that do not go together. Raises ConfigError."""
+    if (said := first_conflict(declared()["conflicts"][section], args)) is not None:
+        raise ConfigError(said)
 
 
 def add_server_arguments(parser: argparse._ActionsContainer, **base_url: Any) -> None:

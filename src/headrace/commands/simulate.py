@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.arguments import declare
+from headrace.bench.arguments import check_together, declare
 from headrace.bench.load_flags import add_figure_flags
 from headrace.commands import simulate_calibrate, simulate_curve, simulate_load, simulate_reports
 from headrace.config import EngineConfig, ServerConfig
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 1 when every request failed."""
-    check_modes(args)
+    check_together(args, "simulate")
     simulate_load.check_numbers(args)
     if args.sweep_rate or args.compare:
         return simulate_curve.run_curve(args, _trials)
@@ -200,47 +200,3 @@ def _prices(report: Report) -> str:
     facts = report.facts
     fitted = f" ({facts['fitted_parameters']} fitted parameters)" if facts["fitted_parameters"] else ""
     return f"{facts['prices']}{fitted}{'; EXTRAPOLATED, see below' if facts['extrapolated'] else ''}"
-
-
-ONE_OF = ("calibrate", "advise", "four_costs", "sweep_rate", "compare")  # none of them: one run
-TOGETHER = ({"advise", "four_costs"}, {"sweep_rate", "compare"})
-NEEDS = {  # flag: what it is of
-    "front_of": ("calibrate",),
-    "output_calibration": ("calibrate",),
-    "columns": ("sweep_rate", "compare"),
-    "host_link": ("four_costs", "prefill_replicas"),
-}
-AGAINST = {  # flag: what it says nothing to
-    "against": ("calibrate", "advise", "four_costs"),
-    "plot": ("calibrate", "advise", "four_costs"),
-    "output_json": ("calibrate",),
-    "calibration": ("calibrate", "assumed_prices"),
-    "assumed_prices": ("calibrate",),
-    "request_rate": ("sweep_rate",),
-}
-
-
-def check_modes(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that would have no effect."""
-    modes = [name for name in ONE_OF if _given(args, name)]
-    if len(modes) > 1 and set(modes) not in TOGETHER:
-        raise ConfigError(f"{_flag(modes[0])} and {_flag(modes[1])} ask for different things; give one of them.")
-    for name, wanted in NEEDS.items():
-        if _given(args, name) and not any(_given(args, each) for each in wanted):
-            raise ConfigError(
-                f"{_flag(name)} is only valid with {' or '.join(map(_flag, wanted))}; add that, or leave it out."
-            )
-    for name, others in AGAINST.items():
-        for other in others:
-            if _given(args, name) and _given(args, other):
-                raise ConfigError(f"{_flag(name)} has no effect with {_flag(other)}; give one of them.")
-
-
-def _given(args: argparse.Namespace, name: str) -> bool:
-    value = getattr(args, name, None)
-    # which may stand without contexts
-    return value is not None and value is not False and (value != [] or name == "four_costs")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

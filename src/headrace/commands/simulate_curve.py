@@ -96,12 +96,6 @@ def _word(flag: str, value: str, action: argparse.Action) -> str:
 
 def run_curve(args: argparse.Namespace, trials: Callable[[str, argparse.Namespace], Sequence[Trial]]) -> int:
     """``trials``: one configuration at each rate. Exit status 1 if no request of any point was answered."""
-    if args.plot and not args.sweep_rate:
-        raise ConfigError("A comparison can only be plotted over rates; give --sweep-rate, or leave --plot out.")
-    if args.against:
-        raise ConfigError(
-            "--against compares one run with one that was measured; leave --sweep-rate and --compare out."
-        )
     if args.plot:
         load_pyplot()
     wanted = [trials(name, changed) for name, changed in variants(args)]
