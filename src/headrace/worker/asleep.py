@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, c_int, c_size_t, c_ssize_t, c_void_p
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ class HostPages:
 # --- a GPU's
 
 
+_THREADS = 8  # that allocate host memory
+
 _ALLOCATE = CFUNCTYPE(c_void_p, c_ssize_t, c_int, c_void_p)  # size, device, stream
 _FREE = CFUNCTYPE(None, c_void_p, c_ssize_t, c_int, c_void_p)
 
@@ -90,7 +93,7 @@ class DeviceMemory:
         self._device = device
         self._memory = VirtualMemory()
         self._regions: dict[int, _Region] = {}  # by address
-        self._host: Tensor | None = None  # [1, bytes]
+        self._host: dict[int, Tensor] = {}  # [1, bytes], by a region's address
         self._allocators = [self._create_allocator(kept) for kept in (True, False)]
 
     @contextmanager
@@ -119,6 +122,7 @@ class DeviceMemory:
                 return 0
 
         def free(address: int, size: int, device: int, stream: int) -> None:
+            self._host.pop(address, None)
             self._free(self._regions.pop(address))
 
         calls = _ALLOCATE(allocate), _FREE(free)
@@ -167,14 +171,14 @@ class DeviceMemory:
             return
         torch.cuda.synchronize(self._device)
         kept = [region for region in self._regions.values() if region.kept]
-        place = self._reserve_host(sum(region.size for region in kept))
+        self._reserve_host(kept)
         for region in self._regions.values():
             if not region.kept:  # the driver clears it while weights are copied: one that wakes at once would wait
                 self._unmap(region)
         for region in kept:
+            place = self._host[region.address].data_ptr()
             copied = driver().cuMemcpyDtoHAsync_v2(place, region.address, region.size, self._stream)
             check(copied, "a copy of weights")
-            place += region.size
         torch.cuda.synchronize(self._device)
         for region in kept:
             self._unmap(region)
@@ -184,14 +188,13 @@ class DeviceMemory:
         """Weights are on their way while the memory for KV is still being mapped, and torch's own is allocated."""
         regions = sorted((each for each in self._regions.values() if not each.handle), key=lambda each: not each.kept)
         torch.cuda.empty_cache()
-        place = 0 if self._host is None else self._host.data_ptr()
         try:
             for region in regions:
                 self._map(region)
                 if region.kept:
+                    place = self._host[region.address].data_ptr()
                     copied = driver().cuMemcpyHtoDAsync_v2(region.address, place, region.size, self._stream)
                     check(copied, "a copy of weights")
-                    place += region.size
             self.refill()
         except OutOfMemory:
             torch.cuda.synchronize(self._device)
@@ -205,18 +208,16 @@ class DeviceMemory:
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
 
-    def _reserve_host(self, size: int) -> int:
-        """Its address."""
-        if self._host is None or self._host.numel() < size:
-            self._host = None
-            if size > (free := available_memory()):
-                needed, there = (f"{each / GIB:.2f} GiB" for each in (size, free))
-                raise OutOfMemory(
-                    f"Weights take {needed} of host memory, and {there} are free. Free some, and try again."
-                )
-            self._host = pinned_zeros(1, size, torch.uint8)
-        return self._host.data_ptr()
+    def _reserve_host(self, kept: Sequence[_Region]) -> None:
+        """Memory for each is touched by a thread, which takes most of the first sleep."""
+        lacking = [region for region in kept if region.address not in self._host]
+        if (size := sum(region.size for region in lacking)) > (free := available_memory()):
+            needed, there = (f"{each / GIB:.2f} GiB" for each in (size, free))
+            raise OutOfMemory(f"Weights take {needed} of host memory, and {there} are free. Free some, and try again.")
+        with ThreadPoolExecutor(_THREADS, "headrace-sleep", torch.set_num_threads, (1,)) as pool:
+            found = pool.map(lambda region: pinned_zeros(1, region.size, torch.uint8), lacking)
+            self._host.update(zip((region.address for region in lacking), found, strict=True))
 
     def close(self) -> None:
         self.refill = self.restore = lambda: None
-        self._host = None
+        self._host.clear()
