@@ -1,5 +1,5 @@
-"""Experts of few tokens with what stands around them on the card: in one launch (experts.cu), and in Triton's, against
-the twin; each launch begins while the one before still runs."""
+"""Experts on the card, against the twin: of few tokens with what stands around them, in one launch (experts.cu) and in
+Triton's, each begun while the one before still runs; of many, grouped (grouped.cu)."""
 
 from __future__ import annotations
 
@@ -162,3 +162,42 @@ def test_experts_in_codes(form: Format, disabled: frozenset[str], shape: tuple[i
         lambda x, router, epilogue: run(x, router, pieces[:1], pieces[1:], top_k, True, Activation.SILU, epilogue),
         lambda *_: next(answers), hidden, experts, 4.0,  # a last bit of what is rounded moves codes
     )  # fmt: skip
+
+
+def counted(counts: tuple[int, ...], top_k: int) -> torch.Tensor:
+    """Logits for which so many tokens take each expert, most by its first place."""
+    tokens = sum(counts) // top_k
+    chosen = torch.cat([torch.full((count,), expert) for expert, count in enumerate(counts)])
+    logits = torch.full((tokens, len(counts)), -4.0)
+    logits[torch.arange(tokens * top_k) % tokens, chosen[: tokens * top_k]] = torch.rand(tokens * top_k)
+    return logits.bfloat16().cuda()
+
+
+@pytest.mark.parametrize(
+    ("counts", "hidden", "inner"),
+    [
+        ((257, 0, 1, 64, 65, 127, 128, 129, 191, 193, 256, 585), 256, 192),
+        ((300,) * 8, 512, 320),
+        ((0, 0, 800, 0, 800, 0, 0, 800), 192, 128),
+    ],
+    ids=str,
+)
+def test_experts_of_many_tokens(counts: tuple[int, ...], hidden: int, inner: int) -> None:
+    """The same bits every time, in whichever order pairs were listed."""
+    torch.manual_seed(3)
+    top_k, experts = 2 if len(counts) == 12 else 3, len(counts)
+    logits = counted(counts, top_k)
+    x = torch.randn(len(logits), hidden, device=CUDA).bfloat16()
+    gate_up = (torch.randn(experts, 2 * inner, hidden, device=CUDA) * hidden**-0.5).bfloat16()
+    down = (torch.randn(experts, hidden, inner, device=CUDA) * inner**-0.5).bfloat16()
+    kernels = Kernels(CUDA, techniques=using(), disabled=frozenset())
+    run = kernels.choose(*called("moe", dtype=torch.bfloat16, num_experts=experts, top_k=top_k))
+    given = x, logits, gate_up, down, top_k, True, Activation.SILU
+    torch.empty(2 * len(x) * top_k, max(hidden, inner), device=CUDA).fill_(torch.nan)
+    found = run.computed(*given, None)
+    assert found is not None, "others served"
+    check(found, reference.moe(*given), factor=2.0)
+    places = torch.arange(experts, dtype=torch.int32, device=CUDA).flip(0).unsqueeze(0)
+    turned = run.computed(*given[:2], gate_up.flip(0), down.flip(0), *given[4:], places)
+    for again in (turned, *(run.computed(*given, None) for _ in range(3))):
+        assert torch.equal(found, again)

@@ -155,7 +155,7 @@ def test_techniques_that_candidates_name_exist_and_switch_them_off() -> None:
     assert of["quantized_gemm"] == {"codes", "coded_experts", "w8a8", "codes_ring", "w8a8_ring"}
     assert (of["tuned_products"], of["gated_products"], of["persistent_decode"]) == (
         {"tuned"},
-        {"gated"},
+        {"gated", "grouped"},
         {"persistent", "persistent_fp8"},
     )
     assert of["persistent_fp8"] == {"persistent_fp8"} and of["one_launch_experts"] == {"experts", "coded_experts"}

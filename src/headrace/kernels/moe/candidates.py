@@ -188,7 +188,21 @@ def _builds_few(site: CallSite[ExpertFacts], made: Any, sizes: Sizes) -> Calls:
         yield f"{tokens} tokens behind attention", partial(made.function, tokens, *shape, attended)
 
 
-MOE = (native(create_moe), gpu.triton("moe.triton_moe:create_moe", experts, _refuses))
+def _builds_grouped(site: CallSite[ExpertFacts], made: Any, sizes: Sizes) -> Calls:
+    up, down = [each for each in matrices(sizes.spec) if each.moe is not None][:2]
+    held, kind = site.facts.held or site.facts.num_experts, sizes.spec.activation
+    for variant in made.variants(up.ins, down.ins, held, kind):
+        yield f"{variant.columns} columns", partial(made.builds.function, variant)
+
+
+MOE = (
+    native(create_moe),
+    gpu.triton(
+        "moe.cuda_grouped:create_grouped", _builds_grouped, _refuses, name="grouped", least=(9, 0), alone=True,
+        dtypes=(torch.bfloat16,), techniques=frozenset({"gated_products"}), varies=True, optional=True,
+    ),
+    gpu.triton("moe.triton_moe:create_moe", experts, _refuses),
+)  # fmt: skip
 PACKED_MOE = (
     native(
         partial(panels.create_moe, rounds=True), name=INTEGER, dtypes=(torch.bfloat16, torch.float16),
