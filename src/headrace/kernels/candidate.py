@@ -32,7 +32,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class NormFacts(Facts):
+    """``early``: of up to so many rows the GEMM behind it asks for its weights before its inputs are there."""
+
     weight_dtype: torch.dtype
+    early: int = 0
 
 
 @dataclass(frozen=True, slots=True)

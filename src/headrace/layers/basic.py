@@ -47,14 +47,15 @@ class RMSNorm(nn.Module):
     With an offset the sum is kept in float32: 1 + w in bfloat16 would round most of w away.
     """
 
-    def __init__(self, size: int, eps: float, context: LayerContext, *, offset: float) -> None:
+    def __init__(self, size: int, eps: float, context: LayerContext, *, offset: float, early: int = 0) -> None:
+        """``early``: as NormFacts has it."""
         super().__init__()
         self.weight = empty_parameter(context, size)
         self.eps = eps
         self._offset = offset
         self.scale: Tensor = self.weight.data  # [size]
         self._norm = context.kernels.choose(
-            RMS_NORM, NormFacts(context.dtype, torch.float32 if offset else context.dtype)
+            RMS_NORM, NormFacts(context.dtype, torch.float32 if offset else context.dtype, early)
         )
 
     def finish_loading(self) -> None:

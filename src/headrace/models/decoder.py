@@ -28,6 +28,7 @@ from headrace.layers.moe import SparseFeedForward
 from headrace.layers.pooling import Pooled, Pooler
 from headrace.layers.rotary import rotary_table
 from headrace.layers.shared_rows import NONE_SHARED, SharedRows, Sharing
+from headrace.layers.wide_copy import early_rows
 from headrace.models.layer_pool import LayerPool
 from headrace.parallel.group import Group, side_by_side
 from headrace.quant import Format
@@ -425,7 +426,9 @@ def _wanted(inputs: ForwardInputs, group: int) -> Wanted | None:
 def _norm(spec: DecoderSpec, context: LayerContext) -> RMSNorm | LayerNorm:
     if spec.norm is NormKind.LAYER:
         return LayerNorm(spec.hidden_size, spec.norm_eps, context)
-    return RMSNorm(spec.hidden_size, spec.norm_eps, context, offset=spec.norm_offset)
+    first = [site for layer in spec.held_layers[:1] for site in matrices(spec, layer)]
+    behind = [form for site in first for form in site.formats or (None,)]
+    return RMSNorm(spec.hidden_size, spec.norm_eps, context, offset=spec.norm_offset, early=early_rows(behind))
 
 
 def _head(spec: DecoderSpec, context: LayerContext, embedding: Embedding | None) -> Linear:

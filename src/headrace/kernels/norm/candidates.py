@@ -82,10 +82,12 @@ def _norms(site: CallSite[NormFacts], run: Any, sizes: Sizes) -> Calls:
         value = x()
         return run(value, weight, *bias, spec.norm_eps, value if residual else None)
 
-    yield (
-        "hidden and residual",
-        partial(norm, partial(site.zeros, TOKENS, spec.hidden_size), spec.hidden_size, residual=True),
-    )
+    summed = site.facts.early if site.pdl else 0
+    for tokens in (TOKENS, summed + 1) if summed else (TOKENS,):
+        yield (
+            f"hidden and residual, {tokens} tokens",
+            partial(norm, partial(site.zeros, tokens, spec.hidden_size), spec.hidden_size, residual=True),
+        )
     for tokens in token_counts(site):
         yield (
             f"hidden, {tokens} tokens",
@@ -102,7 +104,7 @@ def _activations(site: CallSite[Facts], run: Any, sizes: Sizes) -> Calls:
     yield "inner", lambda: run(site.zeros(TOKENS, up.outs), spec.activation)
 
 
-RMS_NORM = (native(create_rms_norm), gpu.triton("norm.triton_norm:rms_norm", _norms, chained=MOST_ROWS, takes=True))
+RMS_NORM = (native(create_rms_norm), gpu.triton("norm.triton_norm:create_rms_norm", _norms))
 LAYER_NORM = (gpu.triton("norm.triton_norm:layer_norm", _norms, chained=MOST_ROWS, takes=True),)
 ACTIVATION = (native(create_activation), gpu.triton("norm.triton_activation:activation", _activations, takes=True))
 GATED_ACTIVATION = (

@@ -6,13 +6,16 @@ What lives here: RMS norm and layer norm. What may not: other operations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.kernels.build.launch import dependent, launchable
-from headrace.kernels.candidate import Empty, plainly_empty
+from headrace.kernels.candidate import CallSite, Empty, NormFacts, plainly_empty
+from headrace.kernels.linear.epilogue import MOST_ROWS
 
 _TILE = 4096  # elements a program works on, if rows are not longer
 
@@ -51,6 +54,17 @@ def _norm_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+def create_rms_norm(site: CallSite[NormFacts]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Sums of few rows are parts of products; of more, products of torch's stand around it, or ours of codes."""
+    alone, summed = (MOST_ROWS, site.facts.early) if site.pdl else (0, 0)
+
+    def norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        few = len(x) <= (alone if residual is None else summed)
+        return rms_norm(x, weight, eps, residual, pdl=few, empty=site.empty)
+
+    return norm
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -84,7 +98,7 @@ def layer_norm(
 
     Shapes and types as ``rms_norm``; ``bias`` [H].
     """
-    return _launch(x, weight, bias, eps, residual, empty, is_layer=True, pdl=pdl)
+    return _launch(x, weight, bias, eps, residual, empty, is_layer=True, pdl=pdl and residual is None)
 
 
 def _launch(
@@ -104,8 +118,7 @@ def _launch(
     total = x if residual is None else empty(x.shape, x.dtype, x.device)
     if rows == 0:
         return y, total
-    # sums of few rows are parts of products; heads come after a product
-    chained = pdl and residual is None and x.dim() == 2
+    chained = pdl and x.dim() == 2  # heads come after a product
     x, inner, *strides = _two_levels(x)
     added, _, *added_strides = (x, 0, 0, 0) if residual is None else _two_levels(residual)
     block = triton.next_power_of_2(width)
