@@ -143,12 +143,14 @@ class HeadFacts(Facts):
 
 @dataclass(frozen=True, slots=True)
 class RopeFacts(HeadFacts):
-    """``normed``: of the weights of norms of heads, between the product and the rotation; None: there are none."""
+    """``normed``: of the weights of norms of heads, between the product and the rotation; None: there are none.
+    ``early``: of up to so many rows, that product lets what is behind it in before it has ended."""
 
     rotary_dim: int
     normed: torch.dtype | None
     window: int | None
     soft_cap: float | None
+    early: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.delta import Delta
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.packed import Piece, create_pieces
+from headrace.layers.wide_copy import early_rows
 from headrace.parallel.group import Group
 from headrace.sites import Role, Split, Weight
 from headrace.spec import Activation, DecoderSpec, KVFormat, LayerSpec
@@ -203,7 +204,8 @@ class Attention(nn.Module):
             self._attend = partial(attend_between, context.keys, self._attend, merge)
         if cos_sin is not None and shares == 1:
             normed = (torch.float32 if spec.norm_offset else context.dtype) if spec.qk_norm else None
-            facts = RopeFacts(*heads, cos_sin.shape[1], normed, layer.window, spec.attention_soft_cap, kv=context.kv)
+            early, windows = early_rows(sites[Role.QKV].formats), (layer.window, spec.attention_soft_cap)
+            facts = RopeFacts(*heads, cos_sin.shape[1], normed, *windows, early, kv=context.kv)
             self._rope_attend = context.kernels.offer(ROPE_ATTENTION, facts)
 
     def forward(self, stream: Stream, qkv: Tensor, step: LayerStep) -> Tensor:

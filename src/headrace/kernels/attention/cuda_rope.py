@@ -247,13 +247,13 @@ class RopeAttention(_Kernel):
     done.
 
     ``qkv`` [T, Hq + 2 Hk, D] in bfloat16. ``cascade``: steps in which keys may be shared are left to cascade attention.
-    ``pdl``: of few rows, keys are asked for while the kernel before still runs.
+    ``early``: of up to so many rows, keys are asked for while the kernel before still runs.
     """
 
     FRESH: ClassVar[bool] = True
 
     cascade: bool
-    pdl: bool
+    early: int
     empty: Empty = plainly_empty
 
     def __call__(
@@ -281,7 +281,7 @@ class RopeAttention(_Kernel):
             return None
         # The first layer's launch waits for all there was before it: so plan, tables and lengths are there for the
         # others, which do not.
-        early = self.pdl and rows <= MOST_ROWS and self._plan is not None and self._plan[0] is inputs
+        early = rows <= self.early and self._plan is not None and self._plan[0] is inputs
         out = self.empty((rows, self.group * self.kv_heads, self.head_dim), qkv.dtype, qkv.device)
         turning = positions, inputs.slots, cos_sin
         self.launch(function, qkv, out, k_cache, v_cache, inputs, scale, quantized, turning, norms, early=early)
@@ -340,7 +340,8 @@ def _make_scratch(programs: int, group: int, head_dim: int, device: torch.device
 
 def create_plain(site: CallSite[RopeFacts], *, cascade: bool = False) -> RopeAttention:
     normed = site.facts.normed is not None
-    return RopeAttention(*_shape(site), builds_of(site), normed, cascade=cascade, pdl=site.pdl, empty=site.empty)
+    early = max(MOST_ROWS, site.facts.early) if site.pdl else 0
+    return RopeAttention(*_shape(site), builds_of(site), normed, cascade=cascade, early=early, empty=site.empty)
 
 
 def create_cascade(site: CallSite[RopeFacts]) -> RopeAttention:
