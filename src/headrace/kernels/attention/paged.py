@@ -85,14 +85,16 @@ def invariant_tiles(dtype: torch.dtype, head_dim: int, group: int, bulk: int) ->
     return Tiles(64, 64, 4, 4 if bulk >= 64 else 3, part=1024, uniform=True)
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int, group: int, block_size: int, *, many: bool) -> Tiles:
-    """``many``: as many sequences as may share keys."""
+def decode_tiles(
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, *, many: bool, sharing: bool = False
+) -> Tiles:
+    """``many``: as many sequences as may share keys; ``sharing``: they do."""
     rows = _rows(group)
     if dtype is torch.float32:
         return Tiles(rows, 16, 4, 2, 2)
     if head_dim > 128 or rows > 16:
         return Tiles(rows, 32, 4, 3, 3)
-    if block_size % 128 or (many and head_dim > 64):
+    if block_size % 128 or (many and head_dim > 64 and not sharing):
         return Tiles(rows, 64, 4, 5, 2)
     return Tiles(rows, 128, 4, 3 if head_dim > 64 or not many else 5, 2)
 
@@ -176,7 +178,9 @@ class PagedAttention:
             self._attend_many(call, few)
         singles = self._for_singles(inputs, window, soft_cap)
         if few and not (singles is not None and singles.attend(q, out, k_cache, v_cache, inputs, scale, quantized)):
-            small = decode_tiles(q.dtype, self.head_dim, self.group, inputs.block_size, many=sequences >= FEWEST)
+            sharing = plan.cascades(inputs, window, self.group, self._ticket)
+            sizes = q.dtype, self.head_dim, self.group, inputs.block_size
+            small = decode_tiles(*sizes, many=sequences >= FEWEST, sharing=sharing)
             unified = self.unified and q.dtype is not torch.float16  # which holds no power above 15
             made = self._plan(inputs, window, few, k_cache.shape[1], small)
             decode.attend(call, few, small, made, self._scratch, self._common, unified)
@@ -304,7 +308,7 @@ class PagedAttention:
             table, starts, contexts, slots, block_size, length, length, LEAST_SAVED if case.sharing else 0
         )
         few, many = _rows(self.group) // self.group, case.sequences >= FEWEST
-        tiles = decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=many)
+        tiles = decode_tiles(self.dtype, self.head_dim, self.group, block_size, many=many, sharing=case.sharing)
         programs = tiles.programs * self.processors
         if not case.planned:
             return plan.make_plan(inputs, window, few, programs, self.group, kv_heads, tiles, alone._ticket)
