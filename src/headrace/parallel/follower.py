@@ -6,9 +6,12 @@ What lives here: its start, its orders, its end. What may not: the messages (fra
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 import os
 import queue
+import select
 import signal
 import socket
 import sys
@@ -28,7 +31,7 @@ from headrace.parallel import frames
 from headrace.parallel.ranks import KEY_VARIABLE, RENDEZVOUS_SECONDS, files_mark
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
-from headrace.processes.garbage import freeze_start
+from headrace.processes.garbage import collect_now_and_then, freeze_start
 from headrace.processes.imports import importing
 from headrace.processes.messages import BadFrame, Message, Unpacker, pack, receive
 from headrace.processes.seal import Seal
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+IDLE_SECONDS = 0.5  # without an order
 NEWS_SECONDS = 2.0  # until it is known that a rank is gone without which others go on
 _RECEIVED = 2**18  # bytes at once
 
@@ -128,14 +132,20 @@ class First:
 
     def follow(self, obey: Callable[[Any], None]) -> None:
         """Until there is nobody to follow, or ``obey`` raises."""
-        while data := self._received():
+        for turn in itertools.count(1):
+            if not (data := self._received()):
+                break
             for order in self._orders.feed(data):
                 obey(order)
+            collect_now_and_then(turn)
         raise FirstGone
 
     def _received(self) -> bytes:
-        """Nothing where the first one is gone: killed before it had read all that was told, it leaves a reset."""
+        """Nothing where the first one is gone: killed before it had read all that was told, it leaves a reset. What is
+        garbage is collected while there is nothing to do: the others' devices would wait for it."""
         try:
+            if not select.select([self._sock], [], [], IDLE_SECONDS)[0]:
+                freeze_start()
             return self._sock.recv(_RECEIVED)
         except OSError:
             return b""
@@ -288,6 +298,7 @@ def main() -> None:
         try:
             follower = _start(first, begin.mark)
             freeze_start()
+            gc.disable()  # from now on, First says when
             first.tell(frames.Ready())
             if follower.survivors is None:
                 first.follow(follower.obey)
