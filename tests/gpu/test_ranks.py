@@ -141,7 +141,7 @@ def test_sums_that_take_in_what_stands_behind_them_change_no_more_than_bfloat16_
 ) -> None:
     """Scores of tokens that a model is made to write, in steps of up to 16 rows, by products as large as those that have
     kernels of their own: as near to float32 as without, and as on one card. Long prompts' sums are norms, too, in one
-    launch, or in chunks that are sent while others are computed, in a graph or not; without, chunks are NCCL's."""
+    launch, or in chunks that are sent while others are computed, in a graph or not."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} cards")
     sizes = {

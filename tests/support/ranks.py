@@ -61,9 +61,6 @@ class ThreadGroup:
         assert x.is_contiguous()
         return x.copy_(sum(self._everybodys(x)[1:], start=self._last[0]))
 
-    def all_reduce_product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return self.all_reduce(torch.cat([product(each) for each in x.split(13)]))
-
     def all_reduce_best(self, peaks: Tensor, places: Tensor, first: int) -> tuple[Tensor, Tensor]:
         return best_of(self.all_gather_stacked(peaks), self.all_gather_stacked(places + first))
 

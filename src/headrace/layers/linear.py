@@ -181,9 +181,9 @@ class Linear(nn.Module):
         # formats that round inputs have a kernel that takes in the norm before them
         takes = self._onto is not None and all(form.multiplies_inputs for form in site.formats)
         self._onto_normed = group.all_reduce_normed if takes and group is not None else None
+        self._sum = group.all_reduce if group is not None and row else None
         self._in_chunks = not site.formats  # codes would be widened for each chunk
         self._ranks = group if row else None  # whose results are added up
-        self._sum_of = context.group.all_reduce_product if context.group is not None and row else None
         if activation is not None:
             self._act = context.kernels.choose(GATED_ACTIVATION if site.gated else ACTIVATION, Facts(context.dtype))
         self.register_parameter("weight", None if site.formats else empty_parameter(context, site.outs, site.ins))
@@ -409,17 +409,17 @@ class Linear(nn.Module):
             stream.sum, stream.scaled, stream.squares = self._onto(y, stream.sum, following.scale)
             return
         delta, fuses = self._adapted(stream.adapters), self._fused is not None and stream.takes_norms
-        if self._sum_of is not None:
+        if self._sum is not None:
             splits = self._in_chunks and delta is None
-            given = (self._apply_weight, x) if splits else (_itself, self.forward(x, stream.adapters))
+            product, x = (self._apply_weight, x) if splits else (_itself, self.forward(x, stream.adapters))
             if stream.shared is not None:
-                stream.pending = stream.shared.total(given[0](given[1]))
+                stream.pending = stream.shared.total(product(x))
                 return
-            ahead = self._onto_normed and self._onto_normed(*given, stream.sum, following.scale, following.eps)
-            if ahead is not None:
-                stream.sum, stream.ready = ahead
+            normed = self._onto_normed and self._onto_normed(product, x, stream.sum, following.scale, following.eps)
+            if normed is not None:
+                stream.sum, stream.ready = normed
             else:
-                stream.pending = self._sum_of(*given)
+                stream.pending = self._sum(product(x))
             return
         if not fuses and (self._added is None or not stream.takes_sums):
             stream.pending = self.forward(x, stream.adapters)

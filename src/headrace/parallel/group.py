@@ -43,10 +43,6 @@ class Group(Protocol):
         """The sum over all ranks, in place of ``x``, contiguous; to the bit the same on every rank."""
         ...
 
-    def all_reduce_product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """The sum of ``product(x)``, which is computed in any chunks of rows; one collective."""
-        ...
-
     def all_reduce_best(self, peaks: Tensor, places: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """``best_of`` what all ranks have: ``peaks`` [rows], float32, and ``places`` [rows], int64, which may be
         overwritten; a rank's count from its ``first``. One collective."""
@@ -224,9 +220,6 @@ class GlooGroup:
         self.comm_ops += 1
         self._group.allreduce([x]).wait()
         return x
-
-    def all_reduce_product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return self.all_reduce(product(x))
 
     def all_reduce_best(self, peaks: Tensor, places: Tensor, first: int) -> tuple[Tensor, Tensor]:
         return best_of(self.all_gather_stacked(peaks), self.all_gather_stacked(places + first))

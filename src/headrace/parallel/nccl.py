@@ -46,7 +46,6 @@ _TYPES = {
     torch.bfloat16: 9,
 }
 _SUM, _MIN = 0, 3
-_CHUNK_ROWS, _CHUNKS = 512, 4  # summed while others are computed: at least so many, in about so many turns
 _CALL_SECONDS = 0.5  # for a call to return, unless the device's queue is full
 _SIOCGIFADDR = 0x8915  # of netdevice(7): an interface's IPv4 address
 
@@ -132,11 +131,10 @@ class Communicator:
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
-    def all_reduce(self, x: Tensor, how: int = _SUM, out: Tensor | None = None) -> Tensor:
-        out = x if out is None else out
-        assert x.is_contiguous() and out.is_contiguous()
-        self._call(self._library.ncclAllReduce, x.data_ptr(), out.data_ptr(), x.numel(), _TYPES[x.dtype], how)
-        return out
+    def all_reduce(self, x: Tensor, how: int = _SUM) -> Tensor:
+        assert x.is_contiguous()
+        self._call(self._library.ncclAllReduce, x.data_ptr(), x.data_ptr(), x.numel(), _TYPES[x.dtype], how)
+        return x
 
     def _call(self, function: Any, *what: int) -> None:
         with self._calls:
@@ -260,25 +258,6 @@ class NCCLGroup:
         if self._one_shot is not None and self._one_shot.takes(x):
             return self._one_shot.add(x, comm.stream)
         return comm.all_reduce(x)
-
-    def all_reduce_product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Chunk by chunk beside the next one's product, where rows are many."""
-        comm, rows = self.connected(), len(x)
-        if rows < 2 * _CHUNK_ROWS or isinstance(comm, OneDevice):
-            return self.all_reduce(product(x))
-        self.comm_ops += 1
-        main, side = torch.cuda.current_stream(self._device), self._beside()
-        each = max(_CHUNK_ROWS, -(-rows // (_CHUNKS * 128)) * 128)
-        held = [product(x[:each])]
-        whole = held[0].new_empty(rows, held[0].shape[1])
-        for start in range(0, rows, each):
-            if start:
-                held.append(product(x[start : start + each]))
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                comm.all_reduce(held[-1], out=whole[start : start + each])
-        main.wait_stream(side)  # before anybody takes the memory of what was sent
-        return whole
 
     def _beside(self) -> torch.cuda.Stream:
         self._side = self._side or torch.cuda.Stream(self._device, priority=-1)
