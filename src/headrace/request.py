@@ -579,13 +579,15 @@ class Singles(Seq[tuple[int, ...]]):
 
 
 class Runs(Seq[tuple[int, ...]]):
-    """Some tokens of each of many samples: all of them as one column, and how many are whose."""
+    """Some tokens of each of many samples: all of them as one column, and how many are whose. ``values`` and ``sizes``: as
+    Singles has them."""
 
-    __slots__ = ("_ends", "column", "counts")
+    __slots__ = ("_ends", "column", "counts", "sizes", "values")
 
-    def __init__(self, column: list[int], counts: list[int]) -> None:
-        self.column = column
-        self.counts = counts
+    def __init__(self, values: Any, sizes: Any) -> None:
+        self.values, self.sizes = values, sizes
+        self.column: list[int] = values.tolist()
+        self.counts: list[int] = sizes.tolist()
         self._ends: list[int] | None = None  # where each begins, and the last one ends
 
     def __len__(self) -> int:

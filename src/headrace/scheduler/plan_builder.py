@@ -20,10 +20,12 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence as Seq
+from functools import lru_cache
 from itertools import repeat
 
 from headrace.cache.manager import TableEdits
 from headrace.request import NewRow, SequenceStatus, StepPlan
+from headrace.scheduler.draft_table import Members
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.roster import Sequence
 from headrace.scheduler.step_budget import StepMeter
@@ -38,7 +40,7 @@ class PlanBuilder:
     """
 
     __slots__ = (
-        "_longest", "_num_tokens", "_padded", "_token_budget", "adapters", "counts", "drafts", "edits", "logits_budget", "masked", "meter",
+        "_alike", "_longest", "_num_tokens", "_padded", "_token_budget", "adapters", "counts", "drafts", "edits", "logits_budget", "masked", "meter",
         "prompt_logprobs",
         "rows_added", "sample_work", "sampled", "shared_tokens", "starts", "step_id", "work",
     )  # fmt: skip
@@ -63,6 +65,7 @@ class PlanBuilder:
         self.meter: StepMeter | None = None
         self.shared_tokens: int | None = None
         self.drafts: dict[int, int] | None = None
+        self._alike: tuple[array[int], array[int], int] | None = None  # rows and starts of work that is, and its drafts
 
     @property
     def is_empty(self) -> bool:
@@ -100,6 +103,14 @@ class PlanBuilder:
             if drafts:
                 self.drafts = self.drafts or {}
                 self.drafts.update(dict.fromkeys(range(known, total), drafts))
+
+    def add_alike(self, members: Members, starts: array[int], drafts: int) -> None:
+        """One token and so many drafts of each."""
+        self.work += members.sequences
+        self.sampled += members.sequences
+        self.starts += starts
+        self.complete_plain_work(drafts)
+        self._alike = members.plan_rows, starts, drafts
 
     def add_drafts(self, work_index: int, sequence: Sequence, drafts: int) -> None:
         """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nothing better is known, all
@@ -140,6 +151,9 @@ class PlanBuilder:
             )
         )
 
+    def _drafts(self, count: int) -> array[int]:
+        return array("i") if self.drafts is None else array("i", map(self.drafts.get, range(count), repeat(0)))
+
     def reserve(self, count: int) -> None:
         """Tokens that are planned elsewhere take their part of the budget."""
         self._num_tokens += count
@@ -147,6 +161,11 @@ class PlanBuilder:
     def build(self, rows_dropped: list[int], columns: tuple[array[int], ...] | None = None) -> StepPlan:
         """``columns``: rows, starts, counts, sample_work and sample_rows of other work than was collected here; the
         edits are those that were."""
+        drafts = None
+        if self._alike is not None and len(self._alike[0]) == len(self.work) == len(self.sampled):
+            rows, starts, most = self._alike
+            counts, every, drafts = _alike_columns(len(rows), most)
+            columns = rows, starts, counts, every, rows
         if columns is None:
             lists = array("i", self.starts), array("i", self.counts), array("i", self.sample_work)
             columns = (rows_of(self.work), *lists, rows_of(self.sampled))
@@ -169,11 +188,17 @@ class PlanBuilder:
             counts=counts,
             sample_work=sample_work,
             sample_rows=sample_rows,
-            drafts=array("i") if self.drafts is None else array("i", map(self.drafts.get, range(len(rows)), repeat(0))),
+            drafts=self._drafts(len(rows)) if drafts is None else drafts,
             prompt_logprobs=tuple(self.prompt_logprobs),
             masked=tuple(self.masked),
             shared_tokens=self.shared_tokens,
         )
+
+
+@lru_cache(maxsize=64)
+def _alike_columns(count: int, drafts: int) -> tuple[array[int], array[int], array[int]]:
+    """Counts, sample_work and drafts of so many chunks, each of one known token and so many drafts. Never changed."""
+    return array("i", [1 + drafts]) * count, array("i", range(count)), array("i", [drafts]) * count
 
 
 def rows_of(sequences: list[Sequence]) -> array[int]:

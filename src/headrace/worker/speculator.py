@@ -354,7 +354,7 @@ class Speculator:
             proposed = proposed[drafts.which]
         lengths = self._lengths[rows]
         ends = self.judge.count(rows, lengths, proposed, samples) + 1
-        taken = Runs(samples[iota(count + 1) < ends[:, None]].tolist(), ends.tolist())
+        taken = Runs(samples[iota(count + 1) < ends[:, None]], ends)
         if self._proposer.remembers:
             for row, length, mine in zip(drafts.rows, lengths.tolist(), taken, strict=True):
                 self._proposer.took(row, length, mine)
