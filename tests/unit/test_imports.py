@@ -147,6 +147,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "parallel.placement": {"msgspec"},
     "speculative": set(),
     "speculative.lookup": {"numpy"},
+    "scheduler.draft_table": {"numpy"},
     "commands": set(),
     "commands.completion": {"argcomplete"},
     "commands.doctor": {"torch"},

@@ -2,8 +2,8 @@
 
 A step with drafts moves each of them by another number of tokens, so they are no cohort (plan_builder.py); but what is
 done with each is the same, and is done with all at once. What a record would say lies in columns meanwhile, and the
-record is right again once its sequence is released: when it needs a block, nears its end, fills a block that others may
-find, may end with a token, or is looked at.
+record is right when its sequence needs a block, fills one that others may find, or is looked at. One that nears its end,
+or may have come to it, is released: it goes by its record again.
 
 What lives here: the columns. What may not: deciding what released ones need (step_planner.py, scheduler.py).
 """
@@ -11,7 +11,7 @@ What lives here: the columns. What may not: deciding what released ones need (st
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,19 +38,30 @@ class Members(NamedTuple):
     stop_ids: frozenset[int]
 
 
+class Alike(NamedTuple):
+    """One token of each of these, and ``drafts`` after it."""
+
+    sequences: list[Sequence]
+    rows: array[int]
+    starts: array[int]
+    drafts: int
+
+
 class DraftTable:
     """Columns by row. ``block_tokens``: so many more than it needs, and a sequence gives blocks back; None: none does."""
 
     def __init__(self, rows: int, block_tokens: int | None) -> None:
         self._block_tokens = block_tokens
         self._inside = np.zeros(rows, dtype=bool)
-        # as of Sequence: tokens planned, those known, slack; fast_until, check_at and the capacity of its blocks
+        # as of Sequence: tokens planned, those known, slack; fast_until, check_at, and the capacity of its blocks
         self._total, self._known, self._slack, self._fast, self._check, self._capacity = np.zeros((6, rows), np.int64)
+        self._end = np.zeros(rows, dtype=np.int64)  # known tokens from which on it may have come to its end
         self._kept = np.zeros(rows, dtype=np.int64)
         self._ids = np.zeros((rows, _KEPT), dtype=np.int32)
         self._flat = self._ids.reshape(-1)
         self._sequences: dict[int, Sequence] = {}  # by row
         self._members: Members | None = None
+        self._late = np.zeros(0, dtype=bool)  # of them
         self._last_step = -1
 
     def __len__(self) -> int:
@@ -63,11 +74,18 @@ class DraftTable:
         for each in sequences:
             if each.extra_outputs or each.ignore_through > retired or each.row is None:
                 continue
-            row = each.row
-            self._total[row], self._known[row], self._slack[row] = each.num_tokens, len(each.token_ids), each.slack
-            self._fast[row], self._check[row], self._capacity[row] = each.fast_until, each.check_at, each.kv.capacity
-            self._inside[row], self._sequences[row], each.tabled = True, each, True
-            self._members = None
+            self.read(each, each.row)
+            if not each.tabled:
+                self._inside[each.row], self._sequences[each.row], each.tabled = True, each, True
+                self._members = None
+
+    def read(self, sequence: Sequence, row: int) -> None:
+        """Its record is right, and now its columns are."""
+        known = len(sequence.token_ids)
+        self._total[row], self._known[row], self._slack[row] = sequence.num_tokens, known, sequence.slack
+        self._fast[row], self._check[row] = sequence.fast_until, sequence.check_at
+        self._capacity[row] = sequence.kv.capacity
+        self._end[row] = sequence.max_num_tokens if sequence.repetition is None else sequence.check_at
 
     def release(self, sequence: Sequence) -> None:
         """Its record is right, and counts from now on."""
@@ -104,25 +122,34 @@ class DraftTable:
 
     # --- steps
 
-    def release_late(self, most: int) -> None:
-        """Those whose next token and ``most`` drafts after it need more than a place."""
+    def late(self, most: int) -> list[Sequence]:
+        """Those whose next token and ``most`` drafts after it need more than a place, their records right."""
         found = self.members()
-        late = self._total[found.rows] + most > self._fast[found.rows]
-        if late.any():
-            for each in compress(found.sequences, late):
-                self.release(each)
+        self._late = self._total[found.rows] + most > self._fast[found.rows]
+        late = list(compress(found.sequences, self._late)) if self._late.any() else []
+        for each in late:
+            assert each.row is not None
+            self._settle(each, each.row)
+        return late
 
-    def plan(self, most: int, step_id: int) -> array[int]:
-        """Where the next step begins with each member: one token, and ``most`` drafts."""
-        rows = self.members().rows
+    def plan(self, most: int, step_id: int) -> Alike:
+        """The next step of the members that are not late: one token, and ``most`` drafts."""
+        sequences, rows, plan_rows = self.members()[:3]
+        if self._late.any():
+            chosen = ~self._late
+            sequences, rows = list(compress(sequences, chosen)), rows[chosen]
+            plan_rows = _as_array(rows)
         starts = self._total[rows] - 1
         self._total[rows] += 1 + most
         self._slack[rows] += most
         self._last_step = step_id
-        return array("i", starts.astype(np.int32).tobytes())
+        return Alike(sequences, plan_rows, _as_array(starts), most)
 
-    def take(self, plan: StepPlan, tokens: Seq[tuple[int, ...]], errors: Mapping[int, str]) -> Seq[bool]:
-        """Of each sample of a step, whether its tokens have been taken here; the others' sequences are released."""
+    def take(
+        self, plan: StepPlan, tokens: Seq[tuple[int, ...]], errors: Mapping[int, str], fill: Callable[[Sequence], None]
+    ) -> Seq[bool]:
+        """Of each sample of a step, whether its tokens have been taken here; the others' sequences are released. ``fill``:
+        lets others find the blocks of one that has filled some."""
         found, column = self.members(), column_of(tokens)
         if isinstance(tokens, Runs):
             got, ids = np.asarray(tokens.sizes), np.asarray(tokens.values)
@@ -132,7 +159,7 @@ class DraftTable:
         rows = found.rows if alike else np.array(plan.sample_rows, dtype=np.int64)
         drafted = np.array(plan.drafts)[np.array(plan.sample_work)] if plan.drafts else np.zeros_like(rows)
         total, known = self._total[rows] + got - drafted - 1, self._known[rows] + got
-        mine = (got > 0) & (known < self._check[rows])
+        mine = (got > 0) & (known < self._end[rows])
         if self._block_tokens is not None:
             mine &= self._capacity[rows] <= total + drafted + self._block_tokens
         if not alike:
@@ -149,6 +176,10 @@ class DraftTable:
         self._total[rows], self._known[rows] = total, known
         self._slack[rows] -= drafted
         self._keep(rows, got, ids)
+        for row in rows[known >= self._check[rows]].tolist():
+            self._settle(self._sequences[row], row)
+            fill(self._sequences[row])
+            self.read(self._sequences[row], row)
         return mine.tolist()  # type: ignore[no-any-return]
 
     def _keep(self, rows: NDArray[np.int64], counts: NDArray[np.int64], ids: NDArray[np.int32]) -> None:
@@ -159,3 +190,7 @@ class DraftTable:
         before = rows * _KEPT + kept - np.cumsum(counts)  # less what others have before it
         self._flat[np.repeat(before, counts) + np.arange(len(ids))] = ids
         self._kept[rows] = kept
+
+
+def _as_array(values: NDArray[np.int64]) -> array[int]:
+    return array("i", values.astype(np.int32).tobytes())

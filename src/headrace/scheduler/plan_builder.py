@@ -25,7 +25,7 @@ from itertools import repeat
 
 from headrace.cache.manager import TableEdits
 from headrace.request import NewRow, SequenceStatus, StepPlan
-from headrace.scheduler.draft_table import Members
+from headrace.scheduler.draft_table import Alike
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.roster import Sequence
 from headrace.scheduler.step_budget import StepMeter
@@ -65,7 +65,7 @@ class PlanBuilder:
         self.meter: StepMeter | None = None
         self.shared_tokens: int | None = None
         self.drafts: dict[int, int] | None = None
-        self._alike: tuple[array[int], array[int], int] | None = None  # rows and starts of work that is, and its drafts
+        self._alike: Alike | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -104,13 +104,12 @@ class PlanBuilder:
                 self.drafts = self.drafts or {}
                 self.drafts.update(dict.fromkeys(range(known, total), drafts))
 
-    def add_alike(self, members: Members, starts: array[int], drafts: int) -> None:
-        """One token and so many drafts of each."""
-        self.work += members.sequences
-        self.sampled += members.sequences
-        self.starts += starts
-        self.complete_plain_work(drafts)
-        self._alike = members.plan_rows, starts, drafts
+    def add_alike(self, alike: Alike) -> None:
+        self.work += alike.sequences
+        self.sampled += alike.sequences
+        self.starts += alike.starts
+        self.complete_plain_work(alike.drafts)
+        self._alike = alike
 
     def add_drafts(self, work_index: int, sequence: Sequence, drafts: int) -> None:
         """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nothing better is known, all
@@ -162,8 +161,8 @@ class PlanBuilder:
         """``columns``: rows, starts, counts, sample_work and sample_rows of other work than was collected here; the
         edits are those that were."""
         drafts = None
-        if self._alike is not None and len(self._alike[0]) == len(self.work) == len(self.sampled):
-            rows, starts, most = self._alike
+        if self._alike is not None and len(self._alike.rows) == len(self.work) == len(self.sampled):
+            _, rows, starts, most = self._alike
             counts, every, drafts = _alike_columns(len(rows), most)
             columns = rows, starts, counts, every, rows
         if columns is None:

@@ -488,6 +488,11 @@ class Roster:
             written_by,
         )
 
+    def fill(self, sequence: Sequence) -> None:
+        """More of its tokens are known."""
+        self.link(sequence)
+        self.refresh(sequence)
+
     def force_tokens(self, sequence: Sequence, run: Seq[int]) -> None:
         """Its sample in flight is bound to be the first token of ``run``, which the others follow. One that may end the
         answer is sampled."""

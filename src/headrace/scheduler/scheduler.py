@@ -74,11 +74,13 @@ def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) 
         step.sampled[j].extra_outputs = True
     taken: Seq[bool] | None = None
     if roster.table:
-        taken = roster.table.take(step.plan, result.tokens, result.errors)
+        taken = roster.table.take(step.plan, result.tokens, result.errors, roster.fill)
         if isinstance(result.tokens, Runs) and all(taken) and not scores:
             found = roster.table.members()
             if step.plan.sample_rows == found.plan_rows:
                 return TokenOutputs(found.request_ids, found.indices, result.tokens)
+            ids, indices = [each.request_id for each in step.sampled], [each.index for each in step.sampled]
+            return TokenOutputs(ids, indices, result.tokens)
     outputs = []
     step_id, drafts, counts = result.step_id, step.plan.drafts, step.plan.counts
     for j, (sequence, work, tokens) in enumerate(zip(step.sampled, step.plan.sample_work, result.tokens, strict=True)):
@@ -148,8 +150,7 @@ def _append_plain(roster: Roster, sequence: Sequence, tokens: Seq[int]) -> None:
     """A sequence's next tokens, which end nothing."""
     sequence.token_ids.extend(tokens)
     if sequence.status is SequenceStatus.RUNNING:
-        roster.link(sequence)
-        roster.refresh(sequence)
+        roster.fill(sequence)
 
 
 def single_tokens(result: StepResult) -> list[int] | None:
@@ -199,8 +200,7 @@ def _accept(
     if finished is not None:
         roster.end(sequence)
     elif sequence.status is SequenceStatus.RUNNING:
-        roster.link(sequence)
-        roster.refresh(sequence)
+        roster.fill(sequence)
     sequence.extra_outputs = sequence.request.params.logprobs is not None
     return SequenceOutput(
         sequence.request_id,

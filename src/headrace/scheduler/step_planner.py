@@ -313,7 +313,10 @@ class StepPlanner:
             else:
                 plan.complete_plain_work(most)
                 if not self._try_drafts(sequence, plan, most):
+                    self.roster.release(sequence)
                     self._plan_decode(sequence, plan)
+                elif sequence.tabled and table is not None and sequence.row is not None:
+                    table.read(sequence, sequence.row)
         plan.complete_plain_work(most)
         if table is not None:
             table.take_in(plain, self.roster.retired)
@@ -322,13 +325,12 @@ class StepPlanner:
     def _plan_table(self, table: DraftTable, plan: PlanBuilder, most: int) -> list[Sequence]:
         """Those that stand in the draft table, all at once. Returns the others. As these come after them, and must push out
         nobody that this step names, the table is given up where blocks are scarce."""
-        table.release_late(most)
-        others = [each for each in self.roster.running if not each.tabled]
+        others = [*table.late(most), *(each for each in self.roster.running if not each.tabled)]
         if not self.cache.has_room(len(others) * (3 + most // min(spec.block_size for spec in self.cache.specs))):
             table.release_all()
             return self.roster.running[:]
         if table:
-            plan.add_alike(table.members(), table.plan(most, plan.step_id), most)
+            plan.add_alike(table.plan(most, plan.step_id))
         return others
 
     def _try_drafts(self, sequence: Sequence, plan: PlanBuilder, most: int) -> bool:
