@@ -473,15 +473,15 @@ def check_fields(config: Any) -> None:
 
 def check_together(config: Any) -> None:
     """What conflicts.toml says of its class. Raises ConfigError."""
-    if (said := first_conflict(CONFLICTS.get(config.__class__.__name__, ()), config)) is not None:
-        raise ConfigError(said)
+    if (broken := first_conflict(CONFLICTS.get(config.__class__.__name__, ()), config)) is not None:
+        raise ConfigError(broken[1])
 
 
-def first_conflict(rules: Iterable[Mapping[str, Any]], held: Any) -> str | None:
-    """What is said of the settings that ``held`` has, by the first rule that they break. ``rules``: as conflicts.toml has
-    them."""
+def first_conflict(rules: Iterable[Mapping[str, Any]], held: Any) -> tuple[str, str] | None:
+    """Of the first rule that settings of ``held`` break, the setting that it names first, and what it says. ``rules``: as
+    conflicts.toml has them."""
     broken = ((rule, case) for rule in rules for case in rule["when"] if _holds(case, held))
-    return next((rule["say"].format_map(_Shown(held, *case)) for rule, case in broken), None)
+    return next(((next(iter(case)), rule["say"].format_map(_Shown(held, *case))) for rule, case in broken), None)
 
 
 class _Shown:

@@ -100,8 +100,8 @@ def declare(parser: argparse._ActionsContainer, section: str, **changes: Mapping
 
 def check_together(args: argparse.Namespace, section: str) -> None:
     """What flags.toml says of flags that do not go together. Raises ConfigError."""
-    if (said := first_conflict(declared()["conflicts"][section], args)) is not None:
-        raise ConfigError(said)
+    if (broken := first_conflict(declared()["conflicts"][section], args)) is not None:
+        raise ConfigError(broken[1])
 
 
 def add_server_arguments(parser: argparse._ActionsContainer, **base_url: Any) -> None:
