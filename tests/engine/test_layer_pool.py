@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ def test_stages_lend_each_other_memory_and_say_what_one_device_says(llama: str) 
     (wanted, _), (found, weights) = answers(llama), answers(llama, **stages, pooled_layers=(2, 1))
     assert found == wanted
     assert answers(llama, **stages)[1] > 1.2 * weights
+    gc.collect()
+    assert not [each for each in Path("/proc/self/fd").iterdir() if "headrace-layers" in os.path.realpath(each)]
 
 
 @pytest.mark.slow

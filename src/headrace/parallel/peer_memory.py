@@ -1,6 +1,6 @@
 """Memory that a stage of a pipeline lends the stage before it, for layers that do not lie there (models/layer_pool.py).
 
-Both map it: of a CPU a file without a name, of a GPU by CUDA IPC. It is the lender's, and goes with his process.
+Both map it: of a CPU a file without a name, of a GPU by CUDA IPC. It goes with the ends' PeerMemory, or their processes.
 
 What lives here: that. What may not: what lies in it.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
+from collections.abc import Callable
 from ctypes import byref, c_size_t, c_uint64
 from typing import Any
 
@@ -33,7 +35,6 @@ class PeerMemory:
     def __init__(self, store: Any, rank: int, borrower: int, *, on_gpu: bool) -> None:
         self._store, self._rank, self._borrower, self._on_gpu = store, rank, borrower, on_gpu
         self.lent = 0  # bytes
-        self._file = -1
 
     def exchange(self, size: int) -> Tensor | None:  # [size], uint8
         """All ranks at once; None: nothing was asked for. Raises OutOfMemory."""
@@ -44,14 +45,18 @@ class PeerMemory:
         if not size:
             return None
         name = self._store.expect(f"lent to {self._rank}")
-        return _borrow_gpu(name, size) if self._on_gpu else _borrow_host(name, size)
+        return self._borrow_gpu(name, size) if self._on_gpu else _borrow_host(name, size)
+
+    def _at_end(self, call: Callable[..., object], *given: object) -> None:
+        weakref.finalize(self, call, *given).atexit = False
 
     def _lend_host(self) -> bytes:
         if not hasattr(os, "memfd_create"):
             raise ConfigError("--pooled-layers needs memory without a name, which this system lacks; leave it out.")
-        self._file = os.memfd_create("headrace-layers")
-        os.ftruncate(self._file, self.lent)
-        return b"/proc/%d/fd/%d" % (os.getpid(), self._file)
+        file = os.memfd_create("headrace-layers")
+        self._at_end(os.close, file)
+        os.ftruncate(file, self.lent)
+        return b"/proc/%d/fd/%d" % (os.getpid(), file)
 
     def _lend_gpu(self) -> bytes:
         driver, own, handle = ctypes.CDLL("libcuda.so.1"), c_uint64(), _Handle()
@@ -59,22 +64,23 @@ class PeerMemory:
             raise OutOfMemory(
                 f"{self.lent / 2**30:.2f} GiB for layers of the stage before could not be lent. Lower --pooled-layers."
             )
+        self._at_end(driver.cuMemFree_v2, own)
         return bytes(handle)
+
+    def _borrow_gpu(self, name: bytes, size: int) -> Tensor:
+        """torch takes it for the current device's, which reaches it like that."""
+        driver, found = ctypes.CDLL("libcuda.so.1"), c_uint64()
+        driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(c_uint64), _Handle, ctypes.c_uint]
+        if status := driver.cuIpcOpenMemHandle_v2(byref(found), _Handle.from_buffer_copy(name), _PEER):
+            raise ConfigError(
+                f"--pooled-layers needs GPUs that reach each other's memory (CUDA error {status}); see `headrace doctor`."
+            )
+        self._at_end(driver.cuIpcCloseMemHandle, found)
+        device = torch.device("cuda", torch.cuda.current_device())
+        storage = torch._C._construct_storage_from_data_pointer(found.value, device, size)
+        return torch.tensor([], dtype=torch.uint8, device=device).set_(storage)
 
 
 def _borrow_host(name: bytes, size: int) -> Tensor:
     with open(name, "r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-
-
-def _borrow_gpu(name: bytes, size: int) -> Tensor:
-    """torch takes it for the current device's, which reaches it like that."""
-    driver, found = ctypes.CDLL("libcuda.so.1"), c_uint64()
-    driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(c_uint64), _Handle, ctypes.c_uint]
-    if status := driver.cuIpcOpenMemHandle_v2(byref(found), _Handle.from_buffer_copy(name), _PEER):
-        raise ConfigError(
-            f"--pooled-layers needs GPUs that reach each other's memory (CUDA error {status}); see `headrace doctor`."
-        )
-    device = torch.device("cuda", torch.cuda.current_device())
-    storage = torch._C._construct_storage_from_data_pointer(found.value, device, size)
-    return torch.tensor([], dtype=torch.uint8, device=device).set_(storage)
