@@ -357,7 +357,7 @@ class LLM:
         """All requests of a call. The first of them that fill a step begin, and the others come in while that is
         computed."""
         core = self.engine.core
-        collectors = {request.request_id: self._collector(prompt, request) for prompt, request in given}
+        collectors, prompts = {}, {request.request_id: prompt for prompt, request in given}
         order = core.batch_order([request for _, request in given])
         begin = len(order)
         if core.begins_in_order:
@@ -365,7 +365,8 @@ class LLM:
         for part in (order[:begin], order[begin:]):
             with self._lock, _deferred_interrupts():
                 for request in part:
-                    self._add(request, _counted(collectors[request.request_id].add, bar), whole=bar is None)
+                    collectors[request.request_id] = mine = self._collector(prompts[request.request_id], request)
+                    self._add(request, _counted(mine.add, bar), whole=bar is None)
             if begin < len(order):
                 self.turn()
         return collectors

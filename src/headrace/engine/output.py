@@ -629,7 +629,7 @@ class OutputCollector:
         if params.logprobs is not None:
             answers = [replace(each, logprobs=[], cumulative_logprob=0.0) for each in answers]
         scores: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
-        shown = list(given[-len(ids) :] if given else ids)
+        shown = list(given[-len(ids) :] if len(given) > len(ids) else given or ids)
         self._sum = RequestOutput(request_id, prompt, shown, answers, prompt_logprobs=scores)
 
     @property
