@@ -232,7 +232,10 @@ class Worker:
             groups: dict[str, Any] = {"group": self._group, "keys": self._keys, "experts": self._peers.experts}
             if self._group is not None:
                 groups["sharing"] = sharing = _sharing_rows(self._setup, self._group, near=self._peers.near)
-                self._formats = (*self._formats, _said_of_rows(sharing))
+                if sharing.least is not None:
+                    to = "" if sharing.dispatched is None else f"; to their experts from {sharing.dispatched} on"
+                    reason = f"of steps of {sharing.least} or more{to}"
+                    self._formats = (*self._formats, Decision("rows shared out", True, reason))
             if self._shares_device:
                 groups["weights_on"] = torch.device("meta")
             how: dict[str, Any] = {"kernels": self._kernels, "dtype": self._setup.dtype, "device": self._setup.device}
@@ -639,13 +642,6 @@ def _said_of_pool(setup: Setup, pool: LayerPool) -> Decision:
     which = ", ".join(map(str, setup.pooled))
     reason = f"{pool.num_bytes / 2**20:.0f} MiB in the next stage's memory, fetched in each step; {pool.saved / 2**20:.0f} MiB less here"
     return Decision("pooled layers", which, reason)
-
-
-def _said_of_rows(sharing: Sharing) -> Decision:
-    if sharing.least is None:
-        return Decision("sequence_parallel", False, "every rank norms all rows: it is not known to pay here")
-    to = "" if sharing.dispatched is None else f"; from {sharing.dispatched} on they go to the ranks of their experts"
-    return Decision("sequence_parallel", True, f"ranks share out the rows of steps of {sharing.least} or more{to}")
 
 
 def _adapter_decision(layout: Layout, unified_paging: bool) -> Decision:
