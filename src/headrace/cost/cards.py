@@ -22,7 +22,7 @@ REACHED_LINK = 315 / 450
 MEETING_SECONDS = 22e-6  # what they take beside their bytes
 # by the kernel of kernels/sums, over two H200, of four as much more as there were when it sent flags, too
 SMALL_SUMS = SmallSums(361e9, 2.1e-6, 0.55e-6, 4.0 * 2**20)
-AROUND = 5e-6  # a step of few rows of an 8B on two H200 takes so much more a sum than half the weights and the sum
+AROUND = 2e-6  # a step of few rows of an 8B on two H200 takes so much more a sum than half the weights and the sum
 TAKEN = 2.1  # prompts of 120,000 tokens on two and four H200 take 0.93 and 1.18 ms a layer and step more than a share
 LINKS = {
     name: Link(each * REACHED_LINK, MEETING_SECONDS, small, AROUND if small else 0.0, TAKEN if small else 0.0)
