@@ -6,7 +6,7 @@ What lives here: rows as a load of the simulator, and their figures made of its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 
@@ -24,8 +24,15 @@ from lab.table_rows import Row, requests_of, scaled, select_rows
 LUCKS = 16  # simulations of a row of few steps: one draw of how disturbed a step is would decide it
 
 
-def predicted(config: EngineConfig, rows: Sequence[str], scale: float, device: str) -> dict[str, float]:
-    """By row, in its unit; none where nobody knows the device, by its name."""
+def predicted(
+    config: EngineConfig,
+    rows: Sequence[str],
+    scale: float,
+    device: str,
+    popularity: Mapping[str, Sequence[float]] | None = None,
+) -> dict[str, float]:
+    """By row, in its unit; none for a device that is not known by its name. ``popularity``: of experts, of rows whose
+    random weights choose few."""
     from headrace.worker.settings import takes_long_steps
 
     found = next((each for key, each in known_devices().items() if key in device.lower()), None)
@@ -36,13 +43,20 @@ def predicted(config: EngineConfig, rows: Sequence[str], scale: float, device: s
         long_steps = takes_long_steps(found.kind, source.config, found.memory)
         config = resolve_config(config, found.kind, long_steps=long_steps)[0]
         of = families.spec_from_config(source.config), config, with_calibrations(found)
-        return {row.name: _figure(scaled(row, scale), *of) for name in rows for row in select_rows([name])}
+        known = popularity or {}
+        return {
+            row.name: _figure(scaled(row, scale), *of, known.get(name, ()))
+            for name in rows
+            for row in select_rows([name])
+        }
     except Exception as error:  # minutes of measuring do not end with it
         say(f"not predicted: {getattr(error, 'message', None) or repr(error)}")
         return {}
 
 
-def _figure(row: Row, spec: DecoderSpec, config: EngineConfig, device: Device) -> float:
+def _figure(
+    row: Row, spec: DecoderSpec, config: EngineConfig, device: Device, popularity: Sequence[float] = ()
+) -> float:
     """As TableBench makes it of two runs, or of one."""
 
     def seconds(*, one_token: bool = False) -> float:
@@ -54,7 +68,10 @@ def _figure(row: Row, spec: DecoderSpec, config: EngineConfig, device: Device) -
         pieces = (0,) if row.prefix else ()
         load = [LoadRequest(prompt, output, pieces=pieces, piece=row.prefix) for prompt, output in lengths]
         load = [replace(each, at=0.0) for each in load]
-        loads = [Load(load, front=False, luck=luck) for luck in range(LUCKS if row.group == "prefill" else 1)]
+        loads = [
+            Load(load, front=False, luck=luck, popularity=popularity)
+            for luck in range(LUCKS if row.group == "prefill" else 1)
+        ]
         return mean(float(simulate(spec, config, device, each).figures["duration"]) for each in loads)
 
     if row.group == "decode":
