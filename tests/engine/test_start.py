@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from headrace.sites import Role, Weight
 from headrace.worker import worker
 from headrace.worker.head_start import Stages
 from headrace.worker.memory import buckets_up_to
-from headrace.worker.warm_up import product_sizes, warm_linears
+from headrace.worker.passes import ForwardPasses
+from headrace.worker.warm_up import product_sizes, warm_linears, warm_samples
 from tests.support import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
@@ -148,6 +150,18 @@ def test_products_are_tried_for_every_batch_a_graph_may_have(
     warm_linears(nn.ModuleList(layers), cpu, made, max_num_seqs=min(rows, tokens))
     assert set(buckets_up_to(min(rows, tokens))) <= set(counts) and sums == list(made)  # a step would wait for each
     assert [counts.count(count) for count in buckets_up_to(min(rows, tokens))][-1] >= 2  # for each shape
+    del counts[:], sums[:]
+    later = warm_samples(nn.ModuleList(layers), cpu, 3)
+    passes: Any = SimpleNamespace(prompt_graphs=None, graphs=None, _later=later)
+    turns = [(ForwardPasses.prepare(passes), list(sums)) for _ in range(4)]  # while the device is idle
+    assert turns == [(True, [1]), (True, [1, 2]), (True, [1, 2, 3]), (False, [1, 2, 3])] and counts == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
 
 
 def test_a_start_counts_the_bytes_and_layers_that_it_loads(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

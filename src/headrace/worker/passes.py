@@ -14,7 +14,7 @@ the order of a step (model_runner.py), sampling.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,7 +80,8 @@ class ForwardPasses:
 
     ``padded`` fills every sequence up to the longest. ``prune``: the last layer computes no more than is read (of a
     prompt, its last token). ``arena``: what ``kernels`` take their results' memory from, in steps that no graph
-    computes. ``adapters``: None where rows have none.
+    computes. ``adapters``: None where rows have none. ``later``: first uses that an idle device is there for, one a
+    turn.
     """
 
     def __init__(
@@ -96,12 +97,13 @@ class ForwardPasses:
         prompt_graphs: PromptGraphs | None = None,
         arena: Arena | None = None,
         adapters: DeviceAdapters | None = None,
+        later: Iterator[object] | None = None,
     ) -> None:
         self.decoder, self.kv_caches, self.rows, self.kernels = decoder, tuple(kv_caches), rows, kernels
         self.graphs, self.prompt_graphs = graphs, prompt_graphs
         self._staged = not (decoder.embeds and decoder.answers)
         self.arena = None if self._staged else arena
-        self._adapters = adapters
+        self._adapters, self._later = adapters, later or iter(())
         self._gather = Gather(rows, kernels)
         self._padded = padded
         pooling = decoder.spec.pooling
@@ -134,7 +136,8 @@ class ForwardPasses:
 
     def prepare(self) -> bool:
         """With nothing in flight: see Executor."""
-        return any(graphs.prepare() for graphs in (self.prompt_graphs, self.graphs) if graphs is not None)
+        kinds = [graphs for graphs in (self.prompt_graphs, self.graphs) if graphs is not None]
+        return any(graphs.prepare() for graphs in kinds) or next(self._later, None) is not None
 
     def forget(self) -> None:
         """All rows are gone."""

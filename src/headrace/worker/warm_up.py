@@ -174,9 +174,7 @@ def warm_linears(decoder: nn.Module, device: torch.device, sizes: Sequence[int],
 
     The widest layer, the head, computes no more rows than there are sequences.
     """
-    layers = {
-        (each.site.ins, each.site.outs, each.takes_sums): each for each in decoder.modules() if isinstance(each, Linear)
-    }
+    layers = _shapes_of(decoder)
     widest, most = max((outs for _, outs, _ in layers), default=0), buckets_up_to(max_num_seqs)[-1]
     with torch.inference_mode():
         for (ins, outs, _), layer in layers.items():
@@ -184,3 +182,20 @@ def warm_linears(decoder: nn.Module, device: torch.device, sizes: Sequence[int],
             x = torch.zeros(max(counts, default=0), ins, dtype=layer.dtype, device=device)
             for count in counts:
                 layer.warm(x[:count])
+
+
+def warm_samples(decoder: nn.Module, device: torch.device, max_num_seqs: int) -> Iterator[int]:
+    """The same of every number of tokens that a step may sample from, one at each turn, and which: in a step that is
+    launched, the last layer and the head compute so many rows, behind all that keeps the device busy."""
+    layers = _shapes_of(decoder)
+    for count in range(1, max_num_seqs + 1):
+        with torch.inference_mode():
+            for (ins, _, _), layer in layers.items():
+                layer.warm(torch.zeros(count, ins, dtype=layer.dtype, device=device))
+        yield count
+
+
+def _shapes_of(decoder: nn.Module) -> dict[tuple[int, int, bool], Linear]:
+    return {
+        (each.site.ins, each.site.outs, each.takes_sums): each for each in decoder.modules() if isinstance(each, Linear)
+    }

@@ -83,7 +83,7 @@ from headrace.worker.recorder import Recorder
 from headrace.worker.rows import Rows
 from headrace.worker.settings import Setup, check_sharing, find_gpu, resolve_setup
 from headrace.worker.shared_device import DeviceSpans, share_on_device
-from headrace.worker.warm_up import product_sizes, warm_linears, warm_up
+from headrace.worker.warm_up import product_sizes, warm_linears, warm_samples, warm_up
 
 # Call sites outside the decoder (rows.py, graphs.py, sampler.py), known before they exist so that their
 # kernels are built in time.
@@ -509,6 +509,7 @@ class Worker:
             prompt_graphs=graphs.prompts,
             arena=self._arena,
             adapters=self._adapters,
+            later=self._first_uses(),
         )
         return ModelRunner(
             passes,
@@ -517,6 +518,12 @@ class Worker:
             clock=RealClock(),
             speculator=self._drafting.create_speculator(rows, kv_caches, own, graphs.draft),
         )
+
+    def _first_uses(self) -> Iterator[int]:
+        """On a card, where a kernel's first use waits until the device is idle."""
+        setup = self._setup
+        found = warm_samples(self._decoder, setup.device, setup.most_verified)
+        return found if setup.device.type == "cuda" and self._prunes else iter(())
 
     @property
     def _prunes(self) -> bool:
