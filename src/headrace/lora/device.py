@@ -62,9 +62,8 @@ class DeviceAdapters:
         self._reading = reading
         self._held: dict[str, HostAdapter] = {}
         self._coming: dict[str, Future[HostAdapter]] = {}
-        # beside a GPU the host has cores to spare: each of these threads computes alone
-        alone = (torch.set_num_threads, (1,)) if reading.pinned else ()
-        self._pool = ThreadPoolExecutor(4 if reading.pinned else 1, "headrace-adapters", *alone)
+        # beside a GPU the host has cores to spare
+        self._pool = ThreadPoolExecutor(4 if reading.pinned else 1, "headrace-adapters")
 
     def load(self, name: str, folder: str) -> None:
         self._coming[name] = self._pool.submit(self._reading.read, folder)

@@ -39,8 +39,9 @@ def pinned_zeros(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)
     held = np.frombuffer(pages, dtype=np.uint8)
     address = -(-held.ctypes.data // _PAGE) * _PAGE
-    found = torch.from_numpy(held[address - held.ctypes.data :][:size]).view(dtype).view(rows, columns)
-    found.zero_()  # pages come when they are touched
+    ours = held[address - held.ctypes.data :][:size]
+    ours[:] = 0  # pages come when they are touched; by numpy, whose threads are this one alone
+    found = torch.from_numpy(ours).view(dtype).view(rows, columns)
     if int(torch.cuda.cudart().cudaHostRegister(address, whole, 0)):
         return torch.zeros(rows, columns, dtype=dtype, pin_memory=True)
     pages.registered = address

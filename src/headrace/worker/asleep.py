@@ -214,7 +214,7 @@ class DeviceMemory:
         if (size := sum(region.size for region in lacking)) > (free := available_memory()):
             needed, there = (f"{each / GIB:.2f} GiB" for each in (size, free))
             raise OutOfMemory(f"Weights take {needed} of host memory, and {there} are free. Free some, and try again.")
-        with ThreadPoolExecutor(_THREADS, "headrace-sleep", torch.set_num_threads, (1,)) as pool:
+        with ThreadPoolExecutor(_THREADS, "headrace-sleep") as pool:
             found = pool.map(lambda region: pinned_zeros(1, region.size, torch.uint8), lacking)
             self._host.update(zip((region.address for region in lacking), found, strict=True))
 
