@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from headrace.flags import technique_values
 from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.layers.linear import Linear
-from headrace.layers.wide_copy import LEAST, TakingTurns, copy_bytes, has_copy
+from headrace.layers.wide_copy import LEAST, TakingTurns, copy_bytes, early_rows, has_copy
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
 from headrace.sites import Role, weights
@@ -51,6 +52,16 @@ def test_few_rows_are_multiplied_by_codes_and_many_by_the_copy(name: str, tmp_pa
 def test_what_rounds_inputs_has_no_copy(name: str, tmp_path: Path) -> None:
     config = find_model(ModelConfig(model=str(quantised.write(name, tmp_path)[0]))).config
     assert copy_bytes(spec_from_config(config), 2) == 0
+
+
+def test_up_to_how_many_rows_a_gemm_of_ours_asks_for_its_weights_before_its_inputs_are_there() -> None:
+    def rows(**more: Any) -> int:
+        config = {**find_model(ModelConfig(model=str(SHAPES / "Llama-3.1-8B"), load_format="dummy", **more)).config}
+        site = next(each for each in weights(spec_from_config(config)) if each.role is Role.QKV)
+        return early_rows(site.formats)
+
+    assert [rows(quantization=name) for name in ("fp8", "compressed-tensors", "bitsandbytes")] == [128, 256, 0]
+    assert rows() == early_rows(()) == early_rows((None,)) == 0
 
 
 def test_an_engine_with_a_copy_says_the_same_and_counts_it(tmp_path: Path) -> None:
