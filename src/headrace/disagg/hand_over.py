@@ -29,7 +29,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.cache.manager import SequenceKV
 from headrace.clock import Clock
@@ -38,7 +38,9 @@ from headrace.disagg.staging import num_slots, slot_widths
 from headrace.engine.executor import Executor, ExportBlocks, ImportBlocks
 from headrace.errors import HeadraceError
 from headrace.request import Request, SamplingParams, SequenceStatus
-from headrace.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:  # front ends, which load no scheduler, ask who hands over
+    from headrace.scheduler.scheduler import Scheduler
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
