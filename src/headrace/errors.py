@@ -99,7 +99,10 @@ class ModelError(HeadraceError):
 
 
 class OutOfMemory(HeadraceError):
-    """Memory that a start needs and the machine does not have."""
+    """Memory that a start, or one that wakes, needs and the machine does not have."""
+
+    status = 503
+    type = "service_unavailable_error"
 
 
 class StepFailed(HeadraceError):

@@ -369,8 +369,9 @@ def test_without_room_nothing_breaks() -> None:
         await asyncio.sleep(0.05)
         assert members["a"].condition == "awake" and log[-1] == "+a"
         more, others = house(log, 6, big=7)
-        with pytest.raises(OutOfMemory, match="big needs"):
+        with pytest.raises(OutOfMemory, match="big needs") as raised:
             await more.load(others["big"], lambda: _made(Engine(log, "big", 7)))
-        assert log[-1] == "xbig" and others["big"].engine is None and others["big"].held == 0
+        assert raised.value.status == 503 and log[-1] == "xbig"
+        assert others["big"].engine is None and others["big"].held == 0
 
     asyncio.run(play())
