@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from headrace.parallel import frames
+from headrace.parallel import follower, frames
 from headrace.parallel.follower import First, FirstGone
 
 
@@ -20,3 +20,14 @@ def test_a_first_rank_that_is_gone_is_no_failure_of_this_one(unread: bool) -> No
     theirs.close()
     with ours, pytest.raises(FirstGone):
         first.follow(lambda order: None)
+
+
+def test_garbage_is_collected_only_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    collected = list[int]()
+    monkeypatch.setattr(follower, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(follower, "freeze_start", lambda: (collected.append(1), theirs.sendall(b"x")))
+    first = First(ours)
+    theirs.sendall(b"order")
+    assert first._received() == b"order" and not collected
+    assert first._received() == b"x" and collected == [1]
