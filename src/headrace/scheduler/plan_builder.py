@@ -105,11 +105,15 @@ class PlanBuilder:
                 self.drafts.update(dict.fromkeys(range(known, total), drafts))
 
     def add_alike(self, alike: Alike) -> None:
+        """Before any other work."""
+        count, each = len(alike.sequences), 1 + alike.drafts
         self.work += alike.sequences
         self.sampled += alike.sequences
         self.starts += alike.starts
-        self.complete_plain_work(alike.drafts)
-        self._alike = alike
+        self.counts += [each] * count
+        self.sample_work += range(count)
+        self._num_tokens, self._longest = count * each, each
+        self.drafts, self._alike = self.drafts or {}, alike
 
     def add_drafts(self, work_index: int, sequence: Sequence, drafts: int) -> None:
         """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nothing better is known, all
@@ -150,8 +154,24 @@ class PlanBuilder:
             )
         )
 
+    def _columns(self) -> tuple[array[int], ...]:
+        """Rows, starts, counts, sample_work and sample_rows. What is alike has its own already."""
+        rows, starts, counts, every, done = array("i"), array("i"), array("i"), array("i"), 0
+        if self._alike is not None:
+            _, rows, starts, drafts = self._alike
+            done = len(rows)
+            counts, every, _ = _alike_columns(done, drafts)
+        if done == len(self.work) == len(self.sampled):
+            return rows, starts, counts, every, rows
+        pairs = (starts, self.starts), (counts, self.counts), (every, self.sample_work)
+        starts, counts, every = (known + array("i", column[done:]) for known, column in pairs)
+        return rows + rows_of(self.work[done:]), starts, counts, every, rows + rows_of(self.sampled[done:])
+
     def _drafts(self, count: int) -> array[int]:
-        return array("i") if self.drafts is None else array("i", map(self.drafts.get, range(count), repeat(0)))
+        if self.drafts is None:
+            return array("i")
+        alike = array("i") if self._alike is None else _alike_columns(len(self._alike.rows), self._alike.drafts)[2]
+        return alike + array("i", map(self.drafts.get, range(len(alike), count), repeat(0)))
 
     def reserve(self, count: int) -> None:
         """Tokens that are planned elsewhere take their part of the budget."""
@@ -160,14 +180,8 @@ class PlanBuilder:
     def build(self, rows_dropped: list[int], columns: tuple[array[int], ...] | None = None) -> StepPlan:
         """``columns``: rows, starts, counts, sample_work and sample_rows of other work than was collected here; the
         edits are those that were."""
-        drafts = None
-        if self._alike is not None and len(self._alike.rows) == len(self.work) == len(self.sampled):
-            _, rows, starts, most = self._alike
-            counts, every, drafts = _alike_columns(len(rows), most)
-            columns = rows, starts, counts, every, rows
         if columns is None:
-            lists = array("i", self.starts), array("i", self.counts), array("i", self.sample_work)
-            columns = (rows_of(self.work), *lists, rows_of(self.sampled))
+            columns = self._columns()
         rows, starts, counts, sample_work, sample_rows = columns
         edits = self.edits
         return StepPlan(
@@ -187,7 +201,7 @@ class PlanBuilder:
             counts=counts,
             sample_work=sample_work,
             sample_rows=sample_rows,
-            drafts=self._drafts(len(rows)) if drafts is None else drafts,
+            drafts=self._drafts(len(rows)),
             prompt_logprobs=tuple(self.prompt_logprobs),
             masked=tuple(self.masked),
             shared_tokens=self.shared_tokens,

@@ -326,7 +326,9 @@ class StepPlanner:
         """Those that stand in the draft table, all at once. Returns the others. As these come after them, and must push out
         nobody that this step names, the table is given up where blocks are scarce."""
         others = [*table.late(most), *(each for each in self.roster.running if not each.tabled)]
-        if not self.cache.has_room(len(others) * (3 + most // min(spec.block_size for spec in self.cache.specs))):
+        if others and not self.cache.has_room(
+            len(others) * (3 + most // min(spec.block_size for spec in self.cache.specs))
+        ):
             table.release_all()
             return self.roster.running[:]
         if table:
