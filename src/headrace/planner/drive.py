@@ -50,7 +50,7 @@ class FrontEnd:
 
     def __init__(self, prices: FrontPrices) -> None:
         self._prices = prices
-        self._free = 0.0  # when the last turn ends
+        self.free = 0.0  # when the last turn ends
         self._number = count()
         # heaps, by when they came
         self._requests: list[tuple[float, int, int, int]] = []
@@ -67,7 +67,7 @@ class FrontEnd:
     def due(self) -> float:
         """When the next turn begins; infinite where nothing has come."""
         first = min((heap[0][0] for heap in (self._requests, self._outputs) if heap), default=math.inf)
-        return max(first, self._free)
+        return max(first, self.free)
 
     def turn(self) -> tuple[list[Message], list[tuple[float, int]]]:
         """The next one: messages, by when they are sent; and requests, when each is in the core."""
@@ -82,7 +82,7 @@ class FrontEnd:
         work = [prices.working(tokens) for _, tokens in taken]
         now += READ * sum(work)
         through = accumulate(((1.0 - READ) * each for each in work), initial=now)
-        *_, self._free = ends = list(through)
+        *_, self.free = ends = list(through)
         waits = [prices.resting(tokens) for _, tokens in taken]
         return messages, [(end + wait, index) for end, wait, (index, _) in zip(ends[1:], waits, taken, strict=True)]
 
@@ -256,6 +256,7 @@ class Drive:
         # closed loop: since when each client that is in no conversation has been free
         self._free = [] if self._open else [0.0] * min(self._room, len(asked))
         self._piped = 0  # bytes of requests that came since the last step
+        self._held_until = 0.0  # a socket that was full is written to again in the front end's next turn
         self._full_until = 0.0  # as many as there is room for were under way
         self._now = 0.0
         self._live: dict[int, Sample] = {}
@@ -319,11 +320,13 @@ class Drive:
     def _next_coming(self) -> float:
         """When the next request is in a core; infinite where it must wait for a step, which makes room for it."""
         full = self._piped >= PIPE * len(self._cores) and any(core.has_work for core in self._cores)
-        return self._coming[0][0] if self._coming and not full else math.inf
+        return max(self._coming[0][0], self._held_until) if self._coming and not full else math.inf
 
     def _deliver(self) -> None:
         index = heapq.heappop(self._coming)[1]
         self._piped += REQUEST_BYTES + ID_BYTES * self._asked[index].prompt
+        if self._piped >= PIPE * len(self._cores) and self._front is not None:
+            self._held_until = self._front.free
         self._add(index)
 
     def _send_due(self) -> None:
