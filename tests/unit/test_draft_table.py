@@ -66,6 +66,8 @@ def _story(depth: int, seed: int, *, table: bool, **settings: Any) -> tuple[Answ
             core.add(_asked(draw, turn))
         if turn < 160 and draw.random() < 0.01:
             core.abort(draw.randrange(turn + 1))
+        if turn < 160 and draw.random() < 0.01:
+            core.finish(draw.randrange(turn + 1), 0, draw.randint(0, 3))
         if not core.has_work:
             if turn >= 160:
                 break

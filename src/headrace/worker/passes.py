@@ -122,7 +122,7 @@ class ForwardPasses:
             for graphs in (self.graphs, self.prompt_graphs):
                 if graphs is not None:
                     graphs.forget_adapted()
-        edits = self.rows.edits_of(plan)
+        edits = None if plan.drafts else self.rows.edits_of(plan)
         if edits is not None and (whole := self._as_whole(plan)) is not None:
             self.rows.drop(plan)
             return whole, edits
