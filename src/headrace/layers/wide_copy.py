@@ -23,7 +23,6 @@ from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.kernels.linear.measured import Measured, whole_numbers
 from headrace.kernels.linear.packed import PackedMatrix
 from headrace.kernels.linear.packing import Coding
-from headrace.kernels.linear.ring_forms import MOST_EIGHT
 from headrace.quant import Format
 from headrace.sites import Role, Weight, weights
 from headrace.spec import DecoderSpec
@@ -78,13 +77,8 @@ def least_rows(facts: WeightFacts, context: KernelContext) -> int:
 
 def early_rows(forms: Sequence[Format | None]) -> int:
     """Of up to so many rows, GEMMs of all of these ask for their weights before their inputs are there."""
-    if not forms or any(each is None for each in forms):
-        return 0
-    held = [each for each in forms if each is not None]
-    if all(each.eight and each.coding is None for each in held):
-        return MOST_EIGHT
-    plain = all(each.multiplies_inputs and each.coding and each.coding.many for each in held)
-    return LEAST - 1 if plain else 0
+    plain = all(each is not None and each.multiplies_inputs and each.coding and each.coding.many for each in forms)
+    return LEAST - 1 if forms and plain else 0
 
 
 def fill(wide: Tensor, pieces: Iterable[PackedMatrix]) -> None:

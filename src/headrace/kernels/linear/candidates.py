@@ -307,16 +307,13 @@ def _composed_calls(site: CallSite[WeightFacts], run: Any, sizes: Sizes) -> Call
     dealt = any(facts.codings)
     rounding = gpu.load("norm.triton_rounded:Rounding")(eight, static, dealt=dealt)
     width, name = facts.in_features, f"{eight}, {facts.in_features}{', dealt' * dealt}"
-    early = (False, True) if site.pdl and not dealt else (False,)  # of few rows, before the ring
     if site.op == "activated_linear":
-        for pdl in early:
-            call = partial(rounding.activated, site.zeros(1, 2 * width), spec.activation, pdl=pdl)
-            yield f"gate, {name}{', early' * pdl}", call
+        yield f"gate, {name}", lambda: rounding.activated(site.zeros(1, 2 * width), spec.activation)
         return
     weight = site.zeros(width, dtype=torch.float32 if spec.norm_offset else facts.dtype)
-    for residual, pdl in product((None, site.zeros(1, width)), early):
-        call = partial(rounding.normed, site.zeros(1, width), weight, spec.norm_eps, residual, pdl=pdl)
-        yield f"norm{'' if residual is None else ' and sum'}, {name}{', early' * pdl}", call
+    for residual in (None, site.zeros(1, width)):
+        call = partial(rounding.normed, site.zeros(1, width), weight, spec.norm_eps, residual)
+        yield f"norm{'' if residual is None else ' and sum'}, {name}", call
 
 
 # ---- codes of few bits, in Triton ----

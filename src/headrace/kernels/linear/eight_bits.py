@@ -102,19 +102,17 @@ class EightBitLinear:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A product, and what computes its inputs, which leaves them rounded. ``multiplied``: as ``EightBitLinear``'s.
-    ``early``: of up to so many rows it asks for its weights before these are there, so they let it in at once."""
+    """A product, and what computes its inputs, which leaves them rounded. ``multiplied``: as ``EightBitLinear``'s."""
 
     rounding: Rounding
     multiplied: Callable[[Tensor, Tensor, torch.dtype], Tensor]
-    early: int = 0
 
     def normed(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        codes, scale, total = self.rounding.normed(x, weight, eps, residual, pdl=len(x) <= self.early)
+        codes, scale, total = self.rounding.normed(x, weight, eps, residual)
         return self.multiplied(codes, scale, x.dtype), total
 
     def activated(self, x: Tensor, kind: Activation) -> Tensor:
-        return self.multiplied(*self.rounding.activated(x, kind, pdl=len(x) <= self.early), x.dtype)
+        return self.multiplied(*self.rounding.activated(x, kind), x.dtype)
 
 
 class Composing(ABC):

@@ -25,7 +25,7 @@ from headrace.kernels.linear.epilogue import MOST_ROWS, PLAIN, Epilogue, Fuse, F
 from headrace.kernels.linear.flat_linear import create_fused
 from headrace.kernels.linear.packed import PackedMatrix, packed_linear
 from headrace.kernels.linear.packing import Coding, Packed
-from headrace.kernels.linear.ring_forms import MOST_EIGHT, RingForm, RingForms, form_of, forms_at
+from headrace.kernels.linear.ring_forms import RingForm, RingForms, form_of, forms_at
 from headrace.spec import Activation
 
 
@@ -245,8 +245,7 @@ class EightBitRings(Composing):
 
     def composed(self, pieces: Sequence[PackedMatrix], bias: Tensor | None) -> Composed | None:
         product = self.maker.made(pieces, bias)
-        early = MOST_EIGHT if self.maker.site.pdl else 0
-        return None if product is None else Composed(product.rounding, self._cut(product).multiplied, early)
+        return None if product is None else Composed(product.rounding, self._cut(product).multiplied)
 
     def _cut(self, product: EightBitLinear) -> EightBitCut:
         """The vendor's GEMM scales sums of FP8 itself."""

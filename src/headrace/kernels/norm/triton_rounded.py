@@ -97,7 +97,7 @@ def _rounded_kernel(
 
 @launchable()
 def _norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, total_ptr, eps, static_ptr, codes_ptr, scale_ptr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, total_ptr, eps, static_ptr, codes_ptr, scale_ptr, RESIDUAL: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, STATIC: tl.constexpr,
     DEALT: tl.constexpr,
 ):  # fmt: skip
@@ -106,9 +106,6 @@ def _norm_kernel(
     column = tl.arange(0, BLOCK)
     there = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     narrow = tl.load(x_ptr + row * WIDTH + column, mask=there, other=0.0)
     kind = narrow.dtype
     if RESIDUAL:
@@ -122,7 +119,7 @@ def _norm_kernel(
 
 @launchable()
 def _gate_kernel(
-    x_ptr, static_ptr, codes_ptr, scale_ptr, KIND: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, static_ptr, codes_ptr, scale_ptr, KIND: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr, POWERS: tl.constexpr, STATIC: tl.constexpr,
     DEALT: tl.constexpr,
 ):  # fmt: skip
@@ -130,9 +127,6 @@ def _gate_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < WIDTH
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     gate = tl.load(x_ptr + row * (2 * WIDTH) + column, mask=there, other=0.0)
     up = tl.load(x_ptr + row * (2 * WIDTH) + WIDTH + column, mask=there, other=0.0)
     x = (act(gate.to(tl.float32), KIND) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
@@ -164,27 +158,22 @@ class Rounding:
             )  # fmt: skip
         return self._found(behind)
 
-    def normed(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, *, pdl: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def normed(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Of ``rms_norm``'s first result; and its second. ``x``, ``residual`` [T, H]."""
         x = x.contiguous()
         added = x if residual is None else residual.contiguous()
         total = x if residual is None else self.empty(tuple(x.shape), x.dtype, x.device)
         behind, how = self._behind(len(x), x.shape[1], x.device)
         if len(x):
-            _norm_kernel[(len(x),)](
-                x, added, weight, total, eps, *behind,
-                RESIDUAL=residual is not None, PDL=pdl, **how, **dependent(pdl),
-            )  # fmt: skip
+            _norm_kernel[(len(x),)](x, added, weight, total, eps, *behind, RESIDUAL=residual is not None, **how)
         return *self._found(behind), total
 
-    def activated(self, x: Tensor, kind: Activation, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    def activated(self, x: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
         """Of ``gated_activation``'s result. ``x`` [T, 2 H]."""
         x = x.contiguous()
         behind, how = self._behind(len(x), x.shape[1] // 2, x.device)
         if len(x):
-            _gate_kernel[(len(x),)](x, *behind, KIND=KINDS[kind], PDL=pdl, **how, **dependent(pdl))
+            _gate_kernel[(len(x),)](x, *behind, KIND=KINDS[kind], **how)
         return self._found(behind)
 
     def _behind(self, tokens: int, width: int, device: torch.device) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
