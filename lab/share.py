@@ -100,13 +100,10 @@ def _used() -> int:
 
 
 def _serve(flags: Sequence[str]) -> None:
-    """A process that answers whenever a line comes. It imports no more of torch than an engine's own, and lets threads
-    change as often."""
-    from headrace.processes.child import share_interpreter
+    """A process that answers whenever a line comes. It imports no more of torch than an engine's own."""
     from headrace.torch_environment import leave_out_compilers
 
     leave_out_compilers()
-    share_interpreter()
     from headrace import LLM
     from headrace.config import EngineConfig
     from headrace.flags import CommandParser, add_config_flags, add_model_argument, engine_config

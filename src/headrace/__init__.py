@@ -46,10 +46,7 @@ def __getattr__(name: str) -> Any:
     home = next((module for module, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
-    from headrace.processes.imports import importing
-
-    with importing():
-        value = getattr(importlib.import_module(f"headrace.{home}"), name)
+    value = getattr(importlib.import_module(f"headrace.{home}"), name)
     globals()[name] = value
     return value
 

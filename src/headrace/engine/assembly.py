@@ -37,8 +37,7 @@ from headrace.models.source import ModelSource, WeightFormat, find_model
 from headrace.observe.metrics import StepRecorder
 from headrace.observe.trace import StepTrace, TraceFile
 from headrace.processes.builders import mark_of
-from headrace.processes.garbage import collect_frozen, freeze_again
-from headrace.processes.imports import importing
+from headrace.processes.garbage import collect_frozen, freeze_again, no_collections
 from headrace.request import Json, SamplingParams, StepPlan, StepResult, TokenMasks
 from headrace.spec import AdapterSpace
 from headrace.speculative.settings import read_settings
@@ -262,7 +261,7 @@ def _load(
     config: EngineConfig, source: ModelSource, watched: bool, head_start: HeadStart | None, ranks: Ranks | None
 ) -> tuple[EngineConfig, Executor, tuple[Decision, ...], StepRecorder]:
     stages = Stages(RealClock())
-    with importing():  # torch makes 170,000 objects that stay
+    with no_collections():  # torch makes 170,000 objects that stay
         from headrace.parallel.leader import create_executor
         from headrace.worker.profile import create_recorder, resolve_profile
         from headrace.worker.settings import resolve_device, takes_long_steps

@@ -30,8 +30,7 @@ from headrace.observe.logs import configure_child
 from headrace.portability import ignore_terminal
 from headrace.processes.child import share_interpreter
 from headrace.processes.frames import parent_socket
-from headrace.processes.garbage import empty_free_lists, freeze_start
-from headrace.processes.imports import importing
+from headrace.processes.garbage import empty_free_lists, freeze_start, no_collections
 from headrace.processes.messages import BadFrame, pack, receive
 from headrace.processes.tree import end_with_parent
 from headrace.request import Expectations, FinishReason, Request, SamplingParams
@@ -70,7 +69,7 @@ def end_now(links: Links, why: str) -> None:
 
 def _import_ahead() -> None:
     """What is needed whatever the Launch says, while the parent imports what it needs to send one."""
-    with importing():
+    with no_collections():
         import_module("headrace.engine.assembly")
 
 
@@ -79,7 +78,7 @@ def _start(launch: frames.Launch, links: Links, state: LoopState) -> Engine | No
     try:
         # torch and all: after the socket, so that the pulse is heard meanwhile
         leave_out_compilers()
-        with importing():
+        with no_collections():
             from headrace.engine.assembly import create_engine, take_place
 
         take_place(launch.config.device, launch.replica)

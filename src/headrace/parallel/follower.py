@@ -31,8 +31,7 @@ from headrace.parallel import frames
 from headrace.parallel.ranks import KEY_VARIABLE, RENDEZVOUS_SECONDS, files_mark
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
-from headrace.processes.garbage import collect_now_and_then, freeze_start
-from headrace.processes.imports import importing
+from headrace.processes.garbage import collect_now_and_then, freeze_start, no_collections
 from headrace.processes.messages import BadFrame, Message, Unpacker, pack, receive
 from headrace.processes.seal import Seal
 from headrace.request import TokenMasks
@@ -260,7 +259,7 @@ def _start(first: First, mark: str) -> Follower:
     leave_out_compilers()
     stages = Stages(RealClock())
     with (begin_head_start(Path(mark)) if mark else None) or nullcontext() as head_start:
-        with importing():
+        with no_collections():
             from headrace.engine.resolve import find_source
             from headrace.models.families import spec_from_config
             from headrace.parallel.device import create_peers, device_here
