@@ -7,12 +7,13 @@ formats, queues. Checks that need no model are SamplingParams' own.
 from __future__ import annotations
 
 import itertools
-import marshal
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import countOf
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from headrace.engine.grammar_check import GrammarCheck
@@ -548,20 +549,18 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
+_HIGHEST = 3 if sys.byteorder == "little" else 0  # of the four bytes of an id
+
+
 def try_pack(ids: list[Any] | tuple[Any, ...]) -> array[int] | None:
     """The ids, if each of them is an ``int`` of 32 bits and nothing that only behaves like one (a bool, another
     library's integer, a float)."""
-    try:
-        written = marshal.dumps(ids, 2)  # quicker than asking for types and then for numbers; later versions refer back
-    except ValueError:
+    if countOf(map(type, ids), int) != len(ids):
         return None
-    # A mark and 4 bytes each, behind 5 of the list: the first mark stands for itself, so the next is one, too.
-    if len(written) != 5 + 5 * len(ids) or written[5::5] != b"i" * len(ids):
-        return None
-    numbers = bytearray(4 * len(ids))
-    for byte in range(4):
-        numbers[byte::4] = written[6 + byte :: 5]
-    packed = array("i", bytes(numbers))
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed
+    with suppress(OverflowError):
+        packed = array("I", ids).tobytes()  # three times as quick as array("i", ids), which asks for each by a format
+        if packed[_HIGHEST::4].isascii():  # else some id takes the bit that is for the sign
+            return array("i", packed)
+    with suppress(OverflowError):
+        return array("i", ids)
+    return None
