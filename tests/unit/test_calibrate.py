@@ -928,6 +928,8 @@ def test_every_switch_of_how_steps_are_computed_is_one_that_a_calibration_knows(
     assert switches - set(MEASURED_SWITCHES) == {
         "cascade_attention",
         "drafts_ahead",
+        "expert_dispatch",
+        "sequence_parallel",
         "swap_roles",
     }  # whose worth is counted
 
