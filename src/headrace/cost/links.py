@@ -56,14 +56,14 @@ class Link:
 
 
 HOST_WAIT = 50e-6  # seconds that a device loses where its host reads sizes in the middle of a step
-BESIDE = 0.75  # of a sum of many rows that ranks send while its product is computed, in four turns
+BESIDE = 0.75  # of a sum that its halves must gain: of a 70B over four H200 they took 0.7 % off 8,192 tokens, nothing off 2,048
 
 
 def shared_rows(link: Link, ranks: int, row_bytes: float, bandwidth: float, top_k: int = 0) -> int | None:
     """From how many rows of a step on it pays that ranks share them out (layers/shared_rows.py); None: never.
 
     Each norms its share alone, which reads and writes two such rows at a device's ``bandwidth``. But a sum is two
-    meetings then, and nothing hides them. Of ranks of whole experts, ``top_k`` a row, rows go to these alone, and what
+    meetings then, which gained next to nothing where it was timed. Of ranks of whole experts, ``top_k`` a row, rows go to these alone, and what
     comes back needs no sum; for that a host waits."""
     share = 1 - 1 / ranks
     norm, half = 4 * row_bytes * share / bandwidth, share * row_bytes / link.bandwidth
