@@ -181,10 +181,10 @@ def _builds_few(site: CallSite[ExpertFacts], made: Any, sizes: Sizes) -> Calls:
     up, down = [each for each in matrices(spec) if each.moe is not None][:2]
     assert up.moe is not None
     shape = spec.hidden_size, down.ins, up.moe.renormalize, spec.activation
-    for tokens in (TOKENS, made.most):
+    for tokens in dict.fromkeys((TOKENS, reference.MOST_CODED, made.most)):
         yield f"{tokens} tokens", partial(made.function, tokens, *shape)
     attended = next(each for each in matrices(spec) if each.role is Role.OUTPUT).ins
-    for tokens in (TOKENS, made.few) if made.few else ():
+    for tokens in dict.fromkeys((TOKENS, made.few)) if made.few else ():
         yield f"{tokens} tokens behind attention", partial(made.function, tokens, *shape, attended)
 
 

@@ -120,7 +120,8 @@ class FewExperts:
     @classmethod
     def at(cls, site: CallSite[ExpertFacts]) -> FewExperts:
         coded = CodedMoe.at(site) if site.facts.formats else None
-        few = MOST_CODED if site.uses("joined_experts") and not site.facts.formats else 0
+        joins = site.uses("joined_experts") and not any(site.facts.eights)
+        few = 0 if not joins else _FEWEST if site.facts.formats else MOST_CODED
         return cls(site.facts, _builds_of(site.device), site.behind(), site.empty, site.pdl, coded, few)
 
     def __call__(
@@ -133,11 +134,14 @@ class FewExperts:
     @property
     def most(self) -> int:
         """Tokens."""
-        return MOST if self.coded is None else MOST_CODED
+        return MOST_CODED if any(self.facts.eights) else MOST
 
     def takes(self, weight: Any) -> int:
         """Of how many tokens a GEMM by this weight can be in the launch, at most."""
-        return self.few if isinstance(weight, Tensor) else 0
+        if self.coded is None:
+            return self.few if isinstance(weight, Tensor) else 0
+        alike = isinstance(weight, Packed) and not weight.gated and weight.order is None
+        return self.few if alike and weight.coding == self.facts.rounded[0] else 0
 
     def function(
         self, tokens: int, hidden: int, inner: int, renormalize: bool, kind: Activation, attended: int = 0

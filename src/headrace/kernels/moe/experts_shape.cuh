@@ -15,6 +15,7 @@ constexpr int PIECES = BITS / 2, SIDE = 32 * SETS * (1 + ZEROS), STAGE = PIECES 
 constexpr int PAD = 32, STAGE = 4096, BATCH = 1;
 #endif
 static_assert(HIDDEN % 128 == 0 && INNER % 128 == 0 && TOKENS <= 32 && TOP_K <= 32 && EXPERTS <= 1024, "shapes this kernel is for");
+static_assert(!EIGHT || TOKENS >= TOGETHER, "inputs are rounded eight tokens at a time");
 static_assert(!ATTENDED || (TOKENS <= 8 && !EIGHT && ATTENDED % 128 == 0 && STRIPS_2 <= PROGRAMS), "before which attention may be");
 
 struct Params {

@@ -18,7 +18,7 @@ from headrace.spec import Activation
 
 FEW = 4  # tokens whose experts are read for each of them
 MOST = 32  # that one launch takes
-MOST_CODED = 8  # the same, of experts in codes: of more the grouped products are as quick
+MOST_CODED = 8  # the same, where inputs are rounded: of more the grouped products are as quick
 
 
 def route(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
