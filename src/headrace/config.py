@@ -250,7 +250,7 @@ class DeviceConfig:
     one_shot_sums: bool = True
     fused_sums: bool = True
     sequence_parallel: bool | None = None
-    expert_dispatch: bool | None = None
+    expert_dispatch: bool = False
     unified_maximum: bool = False
     programmatic_launch: bool = True
     prompt_graphs: bool = True

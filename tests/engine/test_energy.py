@@ -174,7 +174,8 @@ def test_a_card_without_a_counter_has_no_figure(card: FakeDriver, monkeypatch: p
 
 
 def test_ranks_count_the_cards_of_all(card: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ranks' cards are the same one here; where one of them is not found, there is no figure."""
+    """Both ranks' cards are the same one here; where one of them is not found or not seen, there is no figure."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     card.millijoules = 500
     meter = create_energy_meter("cuda", 2)
     meter.joules()
@@ -184,6 +185,7 @@ def test_ranks_count_the_cards_of_all(card: FakeDriver, monkeypatch: pytest.Monk
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="102-b" if index else "101-b")
     )
     assert create_energy_meter("cuda", 2).joules() is None and create_energy_meter("cuda").joules() == 0.0
+    assert create_energy_meter("cuda", 3).joules() is None
 
 
 def test_a_card_that_is_not_shown_hides_no_other(card: FakeDriver) -> None:

@@ -145,11 +145,14 @@ class CardCounters:
 
 
 def create_energy_meter(device: str, ranks: int = 1) -> EnergyMeter:
-    """Of the device ("cpu" or "cuda") that an engine would choose in this thread now; of ``ranks``, all of theirs."""
+    """Of the device ("cpu" or "cuda") that an engine would choose in this thread now; of ``ranks``, all of theirs, or none
+    where this process does not see them all (other hosts', Ray's)."""
     try:
         if device != "cuda":
             return EnergyMeter(PackageCounters)
         first = torch.cuda.current_device()
+        if ranks > 1 and first + ranks > torch.cuda.device_count():
+            return EnergyMeter(lambda: None)
         return EnergyMeter(partial(CardCounters, [_uuid(first + rank) for rank in range(ranks)]))
     except _UNREADABLE:
         return EnergyMeter(lambda: None)

@@ -252,7 +252,7 @@ def create_recorder(
     profile, decision = limits
     ranks = ranks or DeviceConfig()
     size = ranks.tensor_parallel_size
-    energy = create_energy_meter(device, size).read
+    energy = create_energy_meter(device, size // ranks.ranks_per_device).read
     if profile is None:
         return StepRecorder(promise=promise, energy=energy), decision
     groups = [group.spec for group in info.kv_groups]

@@ -626,23 +626,20 @@ def _sharing_keys(setup: Setup, keys: Group, *, near: bool) -> Setup:
 
 
 def _sharing_rows(setup: Setup, group: Group, *, near: bool) -> Sharing:
-    """As asked, or as the cost model says where the link is known; all ranks say the same."""
+    """All steps where it is asked for, or as the cost model says where the link is known; all ranks say the same."""
     spec, device, size = setup.spec, setup.config.device, group.size
-    moe = next((layer.moe for layer in spec.layers if layer.moe is not None and layer.moe.held is not None), None)
+    held = [layer.moe for layer in spec.layers if layer.moe is not None and layer.moe.held is not None]
+    top_k = held[0].top_k if held and device.expert_dispatch else 0
+    if device.sequence_parallel is not None:
+        return Sharing(size, size if top_k else None) if device.sequence_parallel else NONE_SHARED
     card = card_named(torch.cuda.get_device_name()) if setup.device.type == "cuda" and near else None
-    least: int | None = None
-    dispatched: int | None = None
     takes_norms = size == 2 and group.max_onto_rows(spec.hidden_size, setup.dtype) > 0  # sums of many rows
-    if card is not None and not device.batch_invariant and not takes_norms:
-        facts = card.link, size, spec.hidden_size * setup.dtype.itemsize, card.profile.read_bandwidth
-        least = shared_rows(*facts)
-        dispatched = None if moe is None else shared_rows(*facts, moe.top_k)
-    if device.expert_dispatch is not None:
-        dispatched = size if device.expert_dispatch and moe is not None else None
-    if device.sequence_parallel:
-        least = size
-    known = [] if device.sequence_parallel is False else [each for each in (least, dispatched) if each is not None]
-    return Sharing(min(known), dispatched) if known else NONE_SHARED
+    if card is None or device.batch_invariant or takes_norms:
+        return NONE_SHARED
+    facts = card.link, size, spec.hidden_size * setup.dtype.itemsize, card.profile.read_bandwidth
+    dispatched = shared_rows(*facts, top_k) if top_k else None
+    known = [each for each in (shared_rows(*facts), dispatched) if each is not None]
+    return Sharing(min(known, default=None), dispatched)
 
 
 def _said_of_pool(setup: Setup, pool: LayerPool) -> Decision:
