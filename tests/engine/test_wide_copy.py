@@ -14,7 +14,8 @@ from headrace.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig
 from headrace.flags import technique_values
 from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.layers.linear import Linear
-from headrace.layers.wide_copy import LEAST, TakingTurns, copy_bytes, early_rows, has_copy
+from headrace.layers.packed import early_rows
+from headrace.layers.wide_copy import LEAST, TakingTurns, copy_bytes, has_copy
 from headrace.models.families import spec_from_config
 from headrace.models.source import find_model
 from headrace.sites import Role, weights

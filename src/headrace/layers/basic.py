@@ -34,8 +34,7 @@ from headrace.kernels.operations import (
 from headrace.layers.context import LayerContext, empty_parameter
 from headrace.layers.delta import Delta
 from headrace.layers.linear import Linear, Norm, Stream
-from headrace.layers.packed import Piece, create_pieces
-from headrace.layers.wide_copy import early_rows
+from headrace.layers.packed import Piece, create_pieces, early_rows
 from headrace.parallel.group import Group
 from headrace.sites import Role, Split, Weight
 from headrace.spec import Activation, DecoderSpec, KVFormat, LayerSpec

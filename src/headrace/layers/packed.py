@@ -1,13 +1,13 @@
 """Weights in a format of their own, as layers hold them.
 
-What lives here: a matrix's tensors, and several matrices that are one weight. What may not: what formats mean
+What lives here: a matrix's tensors, several matrices that are one weight, which GEMMs begin early. What may not: what formats mean
 (quant/), kernels.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headrace.errors import ModelError
 from headrace.kernels.linear.packed import Relaid
 from headrace.kernels.linear.packing import Codes, Coding, Packed
+from headrace.kernels.linear.ring_forms import MANY_ROWS
 from headrace.layers.context import LayerContext
 from headrace.quant import Format, FormatError
 from headrace.sites import Weight
@@ -142,3 +143,9 @@ def create_pieces(site: Weight, context: LayerContext) -> nn.ModuleList:
     return nn.ModuleList(
         Piece(f"{site.name} [{index}]", form, outs, site.ins, **more) for index, (outs, form) in enumerate(site.pieces)
     )
+
+
+def early_rows(forms: Sequence[Format | None]) -> int:
+    """Of up to so many rows, GEMMs of all of these ask for their weights before their inputs are there."""
+    plain = all(each is not None and each.multiplies_inputs and each.coding and each.coding.many for each in forms)
+    return MANY_ROWS[-1] if forms and plain else 0

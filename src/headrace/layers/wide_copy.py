@@ -11,7 +11,7 @@ may not: allocating and filling it (linear.py), measuring (bench/tune_coded.py),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from headrace.kernels.linear.epilogue import MOST_ROWS
 from headrace.kernels.linear.measured import Measured, whole_numbers
 from headrace.kernels.linear.packed import PackedMatrix
 from headrace.kernels.linear.packing import Coding
-from headrace.quant import Format
 from headrace.sites import Role, Weight, weights
 from headrace.spec import DecoderSpec
 
@@ -73,12 +72,6 @@ def least_rows(facts: WeightFacts, context: KernelContext) -> int:
         return least
     (found,) = measured(codings.pop()).table(context.card.name).get(facts.laid, (least,))
     return found
-
-
-def early_rows(forms: Sequence[Format | None]) -> int:
-    """Of up to so many rows, GEMMs of all of these ask for their weights before their inputs are there."""
-    plain = all(each is not None and each.multiplies_inputs and each.coding and each.coding.many for each in forms)
-    return LEAST - 1 if forms and plain else 0
 
 
 def fill(wide: Tensor, pieces: Iterable[PackedMatrix]) -> None:

@@ -25,10 +25,10 @@ from headrace.layers.basic import Attention, Embedding, FeedForward, LayerNorm, 
 from headrace.layers.context import LayerContext
 from headrace.layers.linear import Linear, Norm, Stream
 from headrace.layers.moe import SparseFeedForward
+from headrace.layers.packed import early_rows
 from headrace.layers.pooling import Pooled, Pooler
 from headrace.layers.rotary import rotary_table
 from headrace.layers.shared_rows import NONE_SHARED, SharedRows, Sharing
-from headrace.layers.wide_copy import early_rows
 from headrace.models.layer_pool import LayerPool
 from headrace.parallel.group import Group, side_by_side
 from headrace.quant import Format

@@ -61,8 +61,7 @@ def _refuse(config: _Config, what: str, remedy: str = _ANOTHER) -> ModelError:
 
 def _of(config: _Config, name: str, allowed: Sequence[Any], default: Any) -> Any:
     """A value that must be one of those that are understood."""
-    value = config.get(name, default)
-    value = default if value is None else value
+    value = default if config.get(name) is None else config[name]
     if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
         raise _refuse(config, f"{name} is {str(value)[:60]!r}", f"supported are {', '.join(map(str, allowed))}")
     return value
