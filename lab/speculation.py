@@ -205,7 +205,9 @@ class _Copied(Coins):
     ) -> tuple[list[int], range]:
         text, tokens = self._texts[int(self._rows.token_ids[row, 0])], list[int]()
         for at, (draft, sample) in enumerate(zip([*drafts, None], samples, strict=True)):
-            tokens.append(text[(length + at) % len(text)] if self._right[row, length + at] else int(sample or 0))
+            tokens.append(
+                text[(length + at) % len(text)] if self.goes_on(row, length + at, equal=False) else int(sample or 0)
+            )
             if tokens[-1] != draft:
                 break
         places = np.arange(length, length + len(tokens), dtype=np.int32)

@@ -62,6 +62,11 @@ from tests.support.hash_engine import (
         ('{"model": "a", "quantization": "int3"}', "quantization is 'int3'; give one of auto, none, fp8"),
         ('{"method": "ngram", "quantization": "fp8"}', "of a draft model, but method is 'ngram'"),
         ('{"model": "a", "acceptance": 1.5}', "acceptance is 1.5; give a number from 0 to 1"),
+        (
+            '{"model": "a", "acceptance": [0.8, 2]}',
+            "acceptance is [0.8, 2]; give a number from 0 to 1, or one for each",
+        ),
+        ('{"model": "a", "acceptance": []}', "acceptance is []; give a number from 0 to 1"),
         ('{"model": "a", "tree": 0}', "tree is 0; give a whole number from 1 to 32"),
         ('{"model": "a", "tree": 2, "num_speculative_tokens": 63}', "from 1 to 62"),
         ('{"model": "a", "num_speculative_tokens": 17}', f"from 1 to {MOST_DRAFTS}"),
@@ -262,6 +267,9 @@ def test_a_modelled_device_accepts_as_often_as_it_is_told() -> None:
     )
     assert abs(chain / plain / (sum(0.8**n for n in range(5)) / 1.4) - 1.0) < 0.05
     assert abs(tree / chain - 1.0) < 0.02, "as deep, and twice as wide"
+    measured, counts = _modelled(4, Drafting((1.0, 0.0), 0.1))
+    assert counts is not None and counts.accepted == [counts.drafted[0]], "by place"
+    assert abs(measured / plain / (2.0 / 1.4) - 1.0) < 0.02
 
 
 def _staged(acceptance: float, slowed: float, *, runs: bool = True) -> tuple[float, EngineCore]:

@@ -32,7 +32,7 @@ from headrace.models import families
 from headrace.observe.report import machine_facts, table
 from headrace.planner.advice import advise
 from headrace.planner.devices import Device, device_of, find_device, known_devices, with_calibrations
-from headrace.planner.dovetail import Pair, advice, asked_of, memory_of, placements, rows_of
+from headrace.planner.dovetail import Pair, advice, asked_of, memory_of, placements, rows_of, said_of
 from headrace.planner.pricing import decode_load, priced
 from headrace.portability import missing, process_status
 
@@ -276,7 +276,7 @@ def examine_drafts(config: EngineConfig, device: str) -> dict[str, Any]:
     drafts_on = {kind: families.spec_from_config(each.config) for kind, (each, _) in found_on.items()}
     target = families.spec_from_config(find_source(config).config)
     found = placements(Pair(target, drafts_on, settings), config, devices, CONTEXT)
-    said = f"One stream of {CONTEXT:,} tokens, a draft right with probability {settings.expected:g} (acceptance); {memory_of(devices)}."
+    said = f"One stream of {CONTEXT:,} tokens, a draft right with probability {said_of(settings.expected)} (acceptance); {memory_of(devices)}."
     drafts = {
         "said": [said, *_formats_of(found_on), advice(found, device)],
         "placements": [asdict(each) for each in found],

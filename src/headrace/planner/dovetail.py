@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 
 from headrace.config import EngineConfig
 from headrace.cost.cost_model import StepLoad
@@ -22,7 +24,7 @@ from headrace.planner.devices import GIB, Device
 from headrace.planner.pricing import Priced, priced
 from headrace.sites import count_bytes
 from headrace.spec import ELEMENT_BYTES, DecoderSpec
-from headrace.speculative.settings import SpeculativeSettings, read_settings
+from headrace.speculative.settings import Acceptance, SpeculativeSettings, chance, read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +127,14 @@ def _seconds(target: Priced, draft: Priced, count: int, context: int) -> tuple[f
     return target.step_time.of_load(load, decode=False).seconds, draft.decode_seconds(1, context)
 
 
-def _speed(acceptance: float, count: int, verify: float, each: float, *, ahead: bool) -> float:
-    tokens = sum(acceptance**at for at in range(count + 1))
+def _speed(acceptance: Acceptance, count: int, verify: float, each: float, *, ahead: bool) -> float:
+    right = [*accumulate((chance(acceptance, at) for at in range(count + 1)), mul, initial=1.0)]  # so many in a row
+    tokens = sum(right[:-1])
     waiting = tokens / (verify + count * each)
     if not ahead:
         return waiting
-    right = acceptance ** (count + 1)
-    spent = verify + (1 - right) * (count + 0.5) * each + right * max(0.0, (count + 1) * each - verify)
+    whole = right[-1]
+    spent = verify + (1 - whole) * (count + 0.5) * each + whole * max(0.0, (count + 1) * each - verify)
     return max(waiting, tokens / spent)
 
 
@@ -147,6 +150,10 @@ def rows_of(found: Sequence[Placement]) -> list[list[str]]:
         ]
         for each in found
     ]
+
+
+def said_of(acceptance: Acceptance) -> str:
+    return ", ".join(f"{each:g}" for each in (acceptance if isinstance(acceptance, tuple) else (acceptance,)))
 
 
 def memory_of(devices: Mapping[str, Device]) -> str:

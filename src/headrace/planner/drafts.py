@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 from headrace.request import DraftsAhead, StepPlan
 from headrace.speculative.ahead import RUNS, RunsAhead
+from headrace.speculative.settings import Acceptance
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """``acceptance``: how often a draft is right, by a hash of its place. ``cost``: what one pass takes, as a share of
+    """``acceptance``: how often a draft is right, by a hash of its place, as SpeculativeSettings has it. ``cost``: what one pass takes, as a share of
     the target's step; ``seconds``: what it takes for so many rows of so many tokens on a device of its own, instead.
     ``tree``: so many drafts stand side by side at each place, of which one is right as often as that, and one pass
     proposes them. ``ahead``: it goes on while its drafts are verified."""
 
-    acceptance: float = 0.0
+    acceptance: Acceptance = 0.0
     cost: float = 0.0
     seconds: Callable[[int, int], float] | None = None
     tree: int = 1
@@ -41,10 +42,10 @@ class ModelledDrafts:
         self._ready.pop(row, None)
 
     def verified(
-        self, plan: StepPlan, seconds: float, lengths: dict[int, int], right: Callable[[int, int], bool]
+        self, plan: StepPlan, seconds: float, lengths: dict[int, int], right: Callable[[int, int, int], bool]
     ) -> tuple[float, DraftsAhead | None]:
         """Of a step whose verification takes so many seconds: those that proposing takes before it, and what was drawn
-        ahead. ``right(row, place)``: whether what is drafted there is."""
+        ahead. ``right(row, place, at)``: whether what is drafted there is, as so many have been before it."""
         rows = {plan.rows[work]: -(-drafts // self.given.tree) for work, drafts in enumerate(plan.drafts) if drafts}
         if not rows:
             return 0.0, None
@@ -72,7 +73,7 @@ class ModelledDrafts:
         seconds: float,
         each: float,
         lengths: dict[int, int],
-        right: Callable[[int, int], bool],
+        right: Callable[[int, int, int], bool],
     ) -> None:
         """Behind each row's drafts, while they are verified: one pass draws a token of every row."""
         most = RUNS * (max(rows.values()) + 1)
@@ -82,7 +83,7 @@ class ModelledDrafts:
         for row, depth in rows.items():
             limit = RUNS * (depth + 1)
             drawn = min(max(0, self._ready.get(row, 0) - depth) + passes, limit)
-            kept = all(right(row, lengths[row] + at) for at in range(depth + 1))
+            kept = all(right(row, lengths[row] + at, at) for at in range(depth + 1))
             self._ready[row] = max(0, drawn - 1) if kept else 0
             hits += kept
             self._refuted += 0 if kept else drawn

@@ -26,6 +26,7 @@ from headrace.engine.executor import AdapterOutcome, Control, ExecutorInfo, Expo
 from headrace.planner.drafts import Drafting, ModelledDrafts, ModelledRuns
 from headrace.planner.step_time import StepPrice
 from headrace.request import StepPlan, StepResult, TokenMasks
+from headrace.speculative.settings import chance
 
 PAUSE = 1e-6  # s that a device waits for more than its host: then there was no work
 _SEQUENCE, _POSITION = 2_654_435_761, 40_503  # odd, so that neighbours are far apart
@@ -177,14 +178,14 @@ class ModelledExecutor:
                     found.append(())
                     continue
                 drafts -= 1
-            right = next((at for at in range(drafts) if not self._is_right(row, length + at)), drafts)
+            right = next((at for at in range(drafts) if not self._is_right(row, length + at, at)), drafts)
             self._runs.verified(row, whole=right == drafts)
             found.append(tuple((first + (length + at) * _POSITION) % vocab for at in range(right + 1)))
             self._lengths[row] = length + right + 1
         return found
 
-    def _is_right(self, row: int, place: int) -> bool:
-        return _share(self._sequences[row] + place * _POSITION) < self._drafting.acceptance
+    def _is_right(self, row: int, place: int, at: int = 0) -> bool:
+        return _share(self._sequences[row] + place * _POSITION) < chance(self._drafting.acceptance, at)
 
     def _tokens(self, plan: StepPlan) -> list[tuple[int, ...]]:
         vocab, sequences = self.info.vocab_size, self._sequences

@@ -27,6 +27,9 @@ _USUAL_ACCEPTANCE = 0.7
 _ALSO_MTP = "_mtp"  # deepseek_mtp, mimo_mtp, qwen3_next_mtp …: the target says which it is
 
 
+Acceptance = float | tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeSettings:
     """``num_speculative_tokens`` None (``"auto"``): decided step by step. ``tree``: a draft model's tokens form a tree,
@@ -36,7 +39,8 @@ class SpeculativeSettings:
     so many running sequences on nothing is drafted. ``draft_memory``: all that a draft model or head may hold, in bytes,
     or as a share (below 1) of that and all keys and values. ``quantization``: of a draft model, as ``--quantization`` has
     it for the target; ``auto``: FP8 where that pays (models/draft_source.py). ``acceptance``: how likely a draft is right
-    when those before it are, in simulations, and of models with random weights, where coins decide then (worker/judge.py).
+    when those before it are (of several numbers, by place: the last one's for all behind it), in simulations,
+    and of models with random weights, where coins decide then (worker/judge.py).
     In simulations alone: ``draft_cost``, what proposing one more for all rows takes, as a share of the target's step."""
 
     method: str
@@ -50,7 +54,7 @@ class SpeculativeSettings:
     draft_memory: float | None = None
     device: str | None = None
     quantization: str = "auto"
-    acceptance: float | None = None
+    acceptance: Acceptance | None = None
     draft_cost: float = 0.0
 
     @property
@@ -61,7 +65,7 @@ class SpeculativeSettings:
         return self.num_speculative_tokens or (MOST_DRAFTS // 2 if self.method in _COMPUTING else MOST_DRAFTS)
 
     @property
-    def expected(self) -> float:
+    def expected(self) -> Acceptance:
         """``acceptance``, as far as a plan goes."""
         return _USUAL_ACCEPTANCE if self.acceptance is None else self.acceptance
 
@@ -122,8 +126,12 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
             )
     for name in ("acceptance", "draft_cost"):
         value = given.get(name)
-        if value is not None and (type(value) not in (int, float) or not 0 <= value <= 1):
-            raise ConfigError(f"speculative_config.{name} is {str(value)[:80]}; give a number from 0 to 1.")
+        several = value if name == "acceptance" and isinstance(value, list) and 0 < len(value) <= MOST_DRAFTS else None
+        if value is not None and not all(map(_is_share, several or [value])):
+            more = ", or one for each place" if name == "acceptance" else ""
+            raise ConfigError(f"speculative_config.{name} is {str(value)[:80]}; give a number from 0 to 1{more}.")
+        if several:
+            given[name] = tuple(several)
     given.pop(_WHOLE, None)
     if given.get("prompt_lookup_min") is None and given.get("prompt_lookup_max") == 1:
         given["prompt_lookup_min"] = 1
@@ -139,6 +147,15 @@ def _checked(given: dict[str, Any]) -> SpeculativeSettings:
         bounds = f"prompt_lookup_min is {settings.prompt_lookup_min} and prompt_lookup_max {settings.prompt_lookup_max}"
         raise ConfigError(f"speculative_config.{bounds}; give a minimum that is no more than the maximum.")
     return settings
+
+
+def _is_share(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
+
+
+def chance(acceptance: Acceptance, at: int) -> float:
+    """That the draft at a place is right when those before it are."""
+    return acceptance[min(at, len(acceptance) - 1)] if isinstance(acceptance, tuple) else acceptance
 
 
 def _check_memory(given: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.speculative.settings import Acceptance, chance
+from headrace.speculative.tree import MOST
 from headrace.speculative.verify import accepted
 from headrace.worker.rows import Ints
 
@@ -39,21 +41,22 @@ class Judge:
 
 
 class Coins(Judge):
-    """One for each place of each sequence, the same on all ranks: what stands there is right with probability
-    ``chance``."""
+    """One for each place of each sequence, the same on all ranks: what stands there is right with the chance that
+    ``acceptance`` gives it, by the drafts before it."""
 
-    def __init__(self, chance: float, rows: int, places: int) -> None:
-        self._chance = chance
-        self._right = np.zeros((rows, places), dtype=bool)
+    def __init__(self, acceptance: Acceptance, rows: int, places: int) -> None:
+        self._chances = np.array([chance(acceptance, at) for at in range(MOST)], dtype=np.float32)
+        self._tossed = np.ones((rows, places), dtype=np.float32)
 
     def begins(self, row: int, sequence: int) -> None:
-        tossed = np.random.Generator(np.random.SFC64([sequence, 1])).random(self._right.shape[1], dtype=np.float32)
-        self._right[row] = tossed < self._chance
+        tossed = np.random.Generator(np.random.SFC64([sequence, 1]))
+        self._tossed[row] = tossed.random(self._tossed.shape[1], dtype=np.float32)
 
     def accepted(
         self, row: int, length: int, drafts: Sequence[int], samples: Sequence[int | None]
     ) -> tuple[list[int], range]:
-        right = self._right[row, length : length + len(drafts)]
+        tossed = self._tossed[row, length : length + len(drafts)]
+        right = tossed < self._chances[: len(tossed)]
         wrong = int(right.argmin()) if not right.all() else len(right)
         usable = samples.index(None) if None in samples else len(samples)
         tokens = [token for token in samples[: min(wrong + 1, usable)] if token is not None]
@@ -61,10 +64,11 @@ class Coins(Judge):
 
     def count(self, rows: Ints, lengths: Ints, drafts: Ints, samples: Ints) -> Ints:
         places = lengths[:, None] + np.arange(drafts.shape[1], dtype=np.int32)
-        return _leading(self._right[rows[:, None], np.minimum(places, self._right.shape[1] - 1)])
+        tossed = self._tossed[rows[:, None], np.minimum(places, self._tossed.shape[1] - 1)]
+        return _leading(tossed < self._chances[: drafts.shape[1]])
 
     def goes_on(self, row: int, place: int, *, equal: bool) -> bool:
-        return bool(self._right[row, place])
+        return bool(self._tossed[row, place] < self._chances[0])
 
 
 def _leading(right: NDArray[np.bool_]) -> Ints:  # [rows, n] → [rows]
