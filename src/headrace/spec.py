@@ -337,7 +337,7 @@ class KVGroup:
     num_blocks: int
 
 
-ADDRESS_UNIT = 8  # elements that an address of an adapter's factors counts: vectors of 16 bytes begin at one
+ADDRESS_UNIT = 64  # elements that an address of an adapter's factors counts: 31 bits reach 256 GiB of 16 bits each
 
 
 @dataclass(frozen=True, slots=True)

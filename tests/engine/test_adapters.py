@@ -26,10 +26,10 @@ from headrace.lora.device import DeviceAdapters
 from headrace.lora.layout import Layout, create_layout
 from headrace.lora.peft import read_adapter
 from headrace.lora.pinned import pinned_zeros
-from headrace.lora.reading import create_packing, read_factors
+from headrace.lora.reading import HostAdapter, create_packing, read_factors
 from headrace.lora.slots import AdapterSlots
 from headrace.models.families import spec_from_config
-from headrace.spec import kv_groups
+from headrace.spec import ADDRESS_UNIT, kv_groups
 from headrace.worker.rows import Gather
 from tests.support import adapters, tiny
 from tests.support.hash_engine import request
@@ -407,3 +407,11 @@ def test_host_memory_of_adapters_is_registered_until_nobody_has_any_of_it(monkey
     status, other = 1, torch.zeros(1)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: other)
     assert pinned_zeros(1, 8, torch.float32) is other
+
+
+def test_addresses_reach_the_end_of_a_large_cache() -> None:
+    """128 GiB in blocks of 2 MiB; beyond 32 GiB they were negative once."""
+    one, layout = np.array([0]), SimpleNamespace(columns=1, num_parts=0, by_name={}, block=2**20)
+    held = HostAdapter(torch.empty(0), (), one, one, one, 1)
+    (address,) = held.row(layout, np.array([2**16 - 1]))  # type: ignore[arg-type]
+    assert int(address) * ADDRESS_UNIT == (2**16 - 1) * layout.block

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headrace.kernels.inputs import SlotFactors
+from headrace.spec import ADDRESS_UNIT
 
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -103,11 +104,11 @@ def scattered(
                         column = starts[which] + (part * (most, most, 2)[which] + row) * chunks[which] + piece
                         lines.append((slot * table.shape[1] + column, values))
     random.Random(0).shuffle(lines)
-    width = 8 * -(-max((len(values) for _, values in lines), default=8) // 8) + 8
+    width = ADDRESS_UNIT * (-(-max((len(values) for _, values in lines), default=1) // ADDRESS_UNIT) + 1)
     pool = torch.full((width * (len(lines) + 1),), float("nan"), dtype=a.dtype)
     for place, (column, values) in enumerate(lines, start=1):
         pool[place * width : place * width + len(values)] = values
-        table.view(-1)[column] = place * width // 8
+        table.view(-1)[column] = place * width // ADDRESS_UNIT
     table = table.to(a.device)
     shapes = ((count, most, chunks[0]), (count, most, chunks[1]), (count, 2, chunks[2]))
     addresses = (

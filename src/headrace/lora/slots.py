@@ -22,6 +22,7 @@ from headrace.layers.linear import Linear
 from headrace.lora.layout import Layout, Site
 from headrace.lora.reading import HostAdapter, HostModule
 from headrace.models.decoder import Decoder
+from headrace.spec import ADDRESS_UNIT
 
 _BLOCK = 256  # inputs of a weight that are looked at together
 
@@ -46,6 +47,7 @@ class AdapterSlots:
     def attach(self, pool: Tensor) -> None:
         """``pool``: what holds the blocks, of any type; its memory is looked at as elements of the model's."""
         storage, size = pool.untyped_storage(), pool.untyped_storage().nbytes() // self._dtype.itemsize
+        assert size // ADDRESS_UNIT < 2**31, "an address reaches all of it"
         self._pool = torch.empty(0, dtype=self._dtype, device=pool.device).set_(storage, 0, (size,), (1,))
         for delta, _ in self._deltas.values():
             delta.factors = replace(delta.factors, pool=self._pool)

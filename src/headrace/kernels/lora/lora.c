@@ -12,7 +12,7 @@
 #define ROWS 4       /* of a block */
 #define VECTORS (MANY_REGISTERS ? 4 : 2) /* of outputs that are added up at once */
 #define OUTPUTS 256  /* that a thread takes at a time */
-#define UNIT 8       /* elements that an address counts */
+#define UNIT 64      /* elements that an address counts */
 #define WORTH_THREADS 4194304 /* multiplications below which waking threads costs more than they bring: some 30 µs of one core */
 
 typedef struct {
