@@ -361,6 +361,25 @@ def test_damaged_tensors_are_named_at_load(
         ),
         ("awq", {"group_size": -1}, "has shape"),
         ("fp8-blocks", {"weight_block_size": [16, 16]}, "weight_scale_inv has shape"),
+        (
+            "compressed-fp8",
+            {
+                "config_groups": {
+                    "g": {
+                        "targets": ["Linear"],
+                        "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                        "input_activations": {
+                            "num_bits": 8,
+                            "type": "float",
+                            "dynamic": True,
+                            "strategy": "group",
+                            "group_size": 48,
+                        },
+                    }
+                }
+            },
+            "fp8 inputs by 48: 64 inputs are no whole groups of 48, by which they are rounded",
+        ),
     ],
 )
 def test_other_sizes_than_the_tensors_have_are_named(

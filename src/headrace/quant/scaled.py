@@ -42,6 +42,12 @@ class ScaledWeight(Format):
             f", {self.activations.label}" if self.activations else ""
         )
 
+    def problem(self, outs: int, ins: int) -> str | None:
+        group = self.activations.group if self.activations else 0
+        return (
+            f"{ins} inputs are no whole groups of {group}, by which they are rounded" if group and ins % group else None
+        )
+
     def _grid(self, outs: int, ins: int) -> tuple[int, ...]:
         rows, columns = (size or whole for size, whole in zip(self.block, (outs, ins), strict=True))
         return () if self.block == (WHOLE, WHOLE) else (-(-outs // rows), -(-ins // columns))
