@@ -148,7 +148,7 @@ def _at_bound(bench: simulated.Bench, args: argparse.Namespace, gap: float, swee
     print(f"\n{table(COLUMNS, [[each[column] for column in COLUMNS] for each in curve])}", flush=True)
     if any(each["steady"] == "too short" for each in curve):
         print(
-            "too short: answers take longer than half of the run, so nobody can say whether as many end as come; give more --requests."
+            "too short: answers take longer than half of the run, so it cannot be told whether as many end as come; give more --requests."
         )
     return {"gap": gap, "capacities": capacities, "curve": curve}
 
