@@ -579,15 +579,13 @@ class Singles(Seq[tuple[int, ...]]):
 
 
 class Runs(Seq[tuple[int, ...]]):
-    """Some tokens of each of many samples: all of them as one column, and how many are whose. ``values`` and ``sizes``: as
-    Singles has them."""
+    """Some tokens of each of many samples: all of them as one column, and how many are whose."""
 
-    __slots__ = ("_ends", "column", "counts", "sizes", "values")
+    __slots__ = ("_ends", "column", "counts")
 
-    def __init__(self, values: Any, sizes: Any) -> None:
-        self.values, self.sizes = values, sizes
-        self.column: list[int] = values.tolist()
-        self.counts: list[int] = sizes.tolist()
+    def __init__(self, column: list[int], counts: list[int]) -> None:
+        self.column = column
+        self.counts = counts
         self._ends: list[int] | None = None  # where each begins, and the last one ends
 
     def __len__(self) -> int:

@@ -14,7 +14,6 @@ def rebuild_rows(scheduler: Scheduler) -> None:
     """The next plan builds the rows of all who run."""
     assert not scheduler.in_flight, "rows of a step in flight cannot be rebuilt: their last tokens are not known"
     scheduler._dissolve()
-    scheduler.settle()
     begin = Scheduler._begin_plan
 
     def restoring() -> PlanBuilder:

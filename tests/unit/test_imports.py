@@ -147,7 +147,6 @@ THIRD_PARTY: dict[str, set[str]] = {
     "parallel.placement": {"msgspec"},
     "speculative": set(),
     "speculative.lookup": {"numpy"},
-    "scheduler.draft_table": {"numpy"},
     "commands": set(),
     "commands.completion": {"argcomplete"},
     "commands.doctor": {"torch"},

@@ -29,7 +29,7 @@ from headrace.engine.info import EngineInfo
 from headrace.errors import EngineDead, HeadraceError
 from headrace.processes.child import Begun, begin
 from headrace.processes.messages import BadFrame, Channel, Frame, Question, Reply, pack
-from headrace.request import Json, Request, Runs, SequenceOutput, Singles, TokenOutputs, column_of
+from headrace.request import Json, Request, SequenceOutput, Singles, TokenOutputs, column_of
 
 MAX_ASKED = 64  # requests that one question may be about
 SERIAL_SHIFT = 40  # a request's id: which front end's (the parent's is 0), then its own count
@@ -229,7 +229,7 @@ def plain(record: Any) -> Json:
 
 def pack_step(outputs: Sequence[SequenceOutput]) -> bytes:
     """One frame for everything a step produced."""
-    if not isinstance(outputs, TokenOutputs) or isinstance(outputs.tokens, Runs):
+    if not isinstance(outputs, TokenOutputs):
         return pack(Step(rows=tuple(outputs)))
     indexes = array("i", outputs.indices).tobytes() if any(outputs.indices) else b""
     return pack(

@@ -30,7 +30,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.errors import HeadraceError, InvalidRequest, Overloaded
@@ -44,7 +43,6 @@ from headrace.request import (
     Request,
     RequestOutput,
     RequestTimes,
-    Runs,
     SequenceOutput,
     StepAccount,
     TokenLogprobs,
@@ -455,9 +453,7 @@ class OutputProcessor:
     _live: dict[int, _LiveRequest] = field(default_factory=dict)
     # of requests wanted whole: the ids held back; None: none came yet
     _held: dict[int, list[int] | None] = field(default_factory=dict)
-    _kept: list[list[int] | Runs] = field(
-        default_factory=list
-    )  # whole steps of such requests, not yet spread among them
+    _kept: list[list[int]] = field(default_factory=list)  # whole steps of such requests, not yet spread among them
     _kept_for: Sequence[int] = ()
 
     def add(self, request: Request, *, whole: bool = False) -> None:
@@ -530,17 +526,16 @@ class OutputProcessor:
         elif len(self._kept) >= _MOST_KEPT:
             self._spread()
             self._kept_for = outputs.request_ids
-        self._kept.append(outputs.tokens if isinstance(outputs.tokens, Runs) else column_of(outputs.tokens))
+        self._kept.append(column_of(outputs.tokens))
         return True
 
     def _spread(self) -> None:
         """Gives everybody the tokens that were kept for them; those of requests that were dropped meanwhile are
         surplus."""
-        runs = bool(self._kept) and isinstance(self._kept[0], Runs)
         for request_id, column in zip(self._kept_for, zip(*self._kept, strict=True), strict=False):
             held = self._held.get(request_id)
             if held is not None:
-                held.extend(chain.from_iterable(column) if runs else column)
+                held.extend(column)
         self._kept, self._kept_for = [], ()
 
     def feed(self, out: SequenceOutput) -> RequestDelta | None:

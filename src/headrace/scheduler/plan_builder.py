@@ -20,12 +20,10 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence as Seq
-from functools import lru_cache
 from itertools import repeat
 
 from headrace.cache.manager import TableEdits
 from headrace.request import NewRow, SequenceStatus, StepPlan
-from headrace.scheduler.draft_table import Alike
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.roster import Sequence
 from headrace.scheduler.step_budget import StepMeter
@@ -40,7 +38,7 @@ class PlanBuilder:
     """
 
     __slots__ = (
-        "_alike", "_longest", "_num_tokens", "_padded", "_token_budget", "adapters", "counts", "drafts", "edits", "logits_budget", "masked", "meter",
+        "_longest", "_num_tokens", "_padded", "_token_budget", "adapters", "counts", "drafts", "edits", "logits_budget", "masked", "meter",
         "prompt_logprobs",
         "rows_added", "sample_work", "sampled", "shared_tokens", "starts", "step_id", "work",
     )  # fmt: skip
@@ -65,7 +63,6 @@ class PlanBuilder:
         self.meter: StepMeter | None = None
         self.shared_tokens: int | None = None
         self.drafts: dict[int, int] | None = None
-        self._alike: Alike | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -103,17 +100,6 @@ class PlanBuilder:
             if drafts:
                 self.drafts = self.drafts or {}
                 self.drafts.update(dict.fromkeys(range(known, total), drafts))
-
-    def add_alike(self, alike: Alike) -> None:
-        """Before any other work."""
-        count, each = len(alike.sequences), 1 + alike.drafts
-        self.work += alike.sequences
-        self.sampled += alike.sequences
-        self.starts += alike.starts
-        self.counts += [each] * count
-        self.sample_work += range(count)
-        self._num_tokens, self._longest = count * each, each
-        self.drafts, self._alike = self.drafts or {}, alike
 
     def add_drafts(self, work_index: int, sequence: Sequence, drafts: int) -> None:
         """The last ``drafts`` tokens of a piece of work are proposed by the worker: as long as nothing better is known, all
@@ -154,25 +140,6 @@ class PlanBuilder:
             )
         )
 
-    def _columns(self) -> tuple[array[int], ...]:
-        """Rows, starts, counts, sample_work and sample_rows. What is alike has its own already."""
-        rows, starts, counts, every, done = array("i"), array("i"), array("i"), array("i"), 0
-        if self._alike is not None:
-            _, rows, starts, drafts = self._alike
-            done = len(rows)
-            counts, every, _ = _alike_columns(done, drafts)
-        if done == len(self.work) == len(self.sampled):
-            return rows, starts, counts, every, rows
-        pairs = (starts, self.starts), (counts, self.counts), (every, self.sample_work)
-        starts, counts, every = (known + array("i", column[done:]) for known, column in pairs)
-        return rows + rows_of(self.work[done:]), starts, counts, every, rows + rows_of(self.sampled[done:])
-
-    def _drafts(self, count: int) -> array[int]:
-        if self.drafts is None:
-            return array("i")
-        alike = array("i") if self._alike is None else _alike_columns(len(self._alike.rows), self._alike.drafts)[2]
-        return alike + array("i", map(self.drafts.get, range(len(alike), count), repeat(0)))
-
     def reserve(self, count: int) -> None:
         """Tokens that are planned elsewhere take their part of the budget."""
         self._num_tokens += count
@@ -181,7 +148,8 @@ class PlanBuilder:
         """``columns``: rows, starts, counts, sample_work and sample_rows of other work than was collected here; the
         edits are those that were."""
         if columns is None:
-            columns = self._columns()
+            lists = array("i", self.starts), array("i", self.counts), array("i", self.sample_work)
+            columns = (rows_of(self.work), *lists, rows_of(self.sampled))
         rows, starts, counts, sample_work, sample_rows = columns
         edits = self.edits
         return StepPlan(
@@ -201,17 +169,11 @@ class PlanBuilder:
             counts=counts,
             sample_work=sample_work,
             sample_rows=sample_rows,
-            drafts=self._drafts(len(rows)),
+            drafts=array("i") if self.drafts is None else array("i", map(self.drafts.get, range(len(rows)), repeat(0))),
             prompt_logprobs=tuple(self.prompt_logprobs),
             masked=tuple(self.masked),
             shared_tokens=self.shared_tokens,
         )
-
-
-@lru_cache(maxsize=64)
-def _alike_columns(count: int, drafts: int) -> tuple[array[int], array[int], array[int]]:
-    """Counts, sample_work and drafts of so many chunks, each of one known token and so many drafts. Never changed."""
-    return array("i", [1 + drafts]) * count, array("i", range(count)), array("i", [drafts]) * count
 
 
 def rows_of(sequences: list[Sequence]) -> array[int]:

@@ -43,7 +43,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from headrace.cache.manager import CacheManager, SequenceKV
 from headrace.cost.cost_model import StepSpeed
 from headrace.request import NO_SLOT, Finished, FinishReason, Request, RequestTimes, SamplingParams, SequenceStatus
-from headrace.scheduler.draft_table import DraftTable
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.repetition import RepetitionDetector
 
@@ -87,7 +86,6 @@ class Sequence:
     check_at: int = 0  # while fewer ids are known, a new one needs no thought
     forced_ids: tuple[int, ...] = ()
     drafts: bool = False  # several of its tokens may be verified in a step
-    tabled: bool = False  # what is planned and known of it stands in the draft table
     slack: int = 0  # drafts in flight: both counts above are upper bounds, and too high by this at most
     row_lags: bool = False  # its row lacks ids that no step has sampled
     extra_outputs: bool = True  # its outputs carry more than tokens (first token, logprobs)
@@ -388,7 +386,6 @@ class Roster:
         self.speed = StepSpeed()  # likewise
         self.log = DecisionLog(self._tenant_of)
         self._policy = policy
-        self.table: DraftTable | None = None  # where sequences draft
         self.leaving_rows: list[tuple[int, int]] = []  # (last step that names it, row)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -488,11 +485,6 @@ class Roster:
             written_by,
         )
 
-    def fill(self, sequence: Sequence) -> None:
-        """More of its tokens are known."""
-        self.link(sequence)
-        self.refresh(sequence)
-
     def force_tokens(self, sequence: Sequence, run: Seq[int]) -> None:
         """Its sample in flight is bound to be the first token of ``run``, which the others follow. One that may end the
         answer is sampled."""
@@ -517,15 +509,9 @@ class Roster:
 
     # --- going
 
-    def release(self, sequence: Sequence) -> None:
-        """Its record is right."""
-        if sequence.tabled and self.table is not None:
-            self.table.release(sequence)
-
     def preempt_last(self) -> Sequence:
         """Preemption by recompute: blocks and row go back, tokens stay, and the sequence waits again."""
         sequence = self.running.pop()
-        self.release(sequence)
         self.num_preemptions += 1
         sequence.num_preemptions += 1
         self.log.add(
@@ -545,7 +531,6 @@ class Roster:
 
     def end(self, sequence: Sequence, *, trusted: bool = True) -> None:
         """Nothing of it is planned or accepted any more. Untrusted: what it wrote is not to be reused."""
-        self.release(sequence)
         if sequence.status is SequenceStatus.WAITING:
             # first: the queue may look through all it holds for those that still wait
             sequence.status = SequenceStatus.FINISHED
@@ -575,7 +560,6 @@ class Roster:
     def roll_back_all(self, through: int) -> None:
         """Forgets what steps up to ``through`` would have told; whoever was running is computed anew."""
         for sequence in list(self):
-            self.release(sequence)
             sequence.ignore_through = through
             sequence.num_tokens, sequence.forced_ids, sequence.slack = len(sequence.token_ids), (), 0
             if sequence.status is SequenceStatus.RUNNING:

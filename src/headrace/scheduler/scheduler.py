@@ -34,7 +34,6 @@ from headrace.request import (
     Finished,
     FinishReason,
     Request,
-    Runs,
     SequenceOutput,
     SequenceStatus,
     Singles,
@@ -44,7 +43,6 @@ from headrace.request import (
     TokenOutputs,
     adapter_name,
 )
-from headrace.scheduler.draft_table import DraftTable
 from headrace.scheduler.events import AbortRequest, AddRequest, Event, ForgetPrefixes, RefuseRequest
 from headrace.scheduler.limits import SchedulerCounters, SchedulerLimits
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
@@ -66,27 +64,15 @@ class InFlight:
     settled: set[int] = field(default_factory=set)
 
 
-def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) -> Seq[SequenceOutput]:
+def take_result(roster: Roster, step: InFlight, result: StepResult, now: float) -> list[SequenceOutput]:
     """Reads one step's result; returns what is new. The hot loop takes rows below their ``check_at`` without
     thought."""
     scores = _fresh_scores(step, result) if result.prompt_logprobs else {}
     for j in result.errors:
         step.sampled[j].extra_outputs = True
-    taken: Seq[bool] | None = None
-    if roster.table:
-        taken = roster.table.take(step.plan, result.tokens, result.errors, roster.fill)
-        if isinstance(result.tokens, Runs) and all(taken) and not scores:
-            found = roster.table.members()
-            if step.plan.sample_rows == found.plan_rows:
-                return TokenOutputs(found.request_ids, found.indices, result.tokens)
-            ids, indices = [each.request_id for each in step.sampled], [each.index for each in step.sampled]
-            return TokenOutputs(ids, indices, result.tokens)
     outputs = []
     step_id, drafts, counts = result.step_id, step.plan.drafts, step.plan.counts
     for j, (sequence, work, tokens) in enumerate(zip(step.sampled, step.plan.sample_work, result.tokens, strict=True)):
-        if taken is not None and taken[j]:
-            outputs.append(SequenceOutput(sequence.request_id, sequence.index, tokens))
-            continue
         if sequence.ignore_through >= step_id:
             continue
         if drafts and (drafted := drafts[work]) and j not in step.settled:
@@ -150,7 +136,8 @@ def _append_plain(roster: Roster, sequence: Sequence, tokens: Seq[int]) -> None:
     """A sequence's next tokens, which end nothing."""
     sequence.token_ids.extend(tokens)
     if sequence.status is SequenceStatus.RUNNING:
-        roster.fill(sequence)
+        roster.link(sequence)
+        roster.refresh(sequence)
 
 
 def single_tokens(result: StepResult) -> list[int] | None:
@@ -200,7 +187,8 @@ def _accept(
     if finished is not None:
         roster.end(sequence)
     elif sequence.status is SequenceStatus.RUNNING:
-        roster.fill(sequence)
+        roster.link(sequence)
+        roster.refresh(sequence)
     sequence.extra_outputs = sequence.request.params.logprobs is not None
     return SequenceOutput(
         sequence.request_id,
@@ -293,8 +281,6 @@ class Scheduler:
         self.serves_by_arrival = self.by_arrival and config.continuous_batching
         self.planner = StepPlanner(config, limits, self.roster, cache, self.policy, forecast)
         self.speculation = self.planner.speculation = speculation
-        if speculation is not None and limits.stages == 1 and self._dynamic is None:
-            self.roster.table = DraftTable(limits.max_num_seqs, cache.block_tokens if limits.grows else None)
         self._next_step = 0
         self._num_requests = 0
         self._rejected: list[SequenceOutput] = []
@@ -305,8 +291,6 @@ class Scheduler:
         """Makes up for all records, for whoever looks at how far sequences are."""
         if self._cohort is not None:
             self._cohort.settle_all()
-        if self.roster.table is not None:
-            self.roster.table.settle()
 
     @property
     def requests(self) -> Mapping[int, list[Sequence]]:
@@ -489,7 +473,6 @@ class Scheduler:
             if isinstance(event, AbortRequest):
                 self.roster.end(sequence)
             elif sequence.index == event.index:
-                self.roster.release(sequence)
                 del sequence.token_ids[sequence.num_prompt_tokens + event.num_tokens :]
                 self.roster.end(sequence)
 

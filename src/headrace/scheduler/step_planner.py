@@ -28,7 +28,6 @@ from headrace.cache.manager import NO_MATCH, CacheManager, PrefixMatch
 from headrace.config import SchedulerConfig
 from headrace.cost.cost_model import Forecast
 from headrace.request import SequenceStatus
-from headrace.scheduler.draft_table import DraftTable
 from headrace.scheduler.limits import SchedulerLimits
 from headrace.scheduler.plan_builder import Cohort, PlanBuilder
 from headrace.scheduler.policies import Policy
@@ -218,8 +217,6 @@ class StepPlanner:
         the late ones hold, these go on.
         """
         drafts = self._drafts_each()
-        if not drafts and self.roster.table is not None:
-            self.roster.table.release_all()
         others = self._plan_drafts(plan, late, drafts) if drafts else self._plan_singles(plan, late)
         for sequence in others:
             if not (plan.masked and sequence in late):
@@ -292,10 +289,8 @@ class StepPlanner:
         it."""
         longer: list[Sequence] = []
         forced: list[Sequence] = []
-        work, starts, sampled, table = plan.work, plan.starts, plan.sampled, self.roster.table
-        singles = self._in_turn(plan) if table is None else self._plan_table(table, plan, most)
-        plain: list[Sequence] = []
-        for sequence in singles:
+        work, starts, sampled = plan.work, plan.starts, plan.sampled
+        for sequence in self.roster.running if self.limits.stages == 1 else self._in_turn(plan):
             total = sequence.num_tokens
             if sequence.structured and sequence in late:
                 continue
@@ -309,31 +304,12 @@ class StepPlanner:
                 sequence.last_step = plan.step_id
                 work.append(sequence)
                 sampled.append(sequence)
-                plain.append(sequence)
             else:
                 plan.complete_plain_work(most)
                 if not self._try_drafts(sequence, plan, most):
-                    self.roster.release(sequence)
                     self._plan_decode(sequence, plan)
-                elif sequence.tabled and table is not None and sequence.row is not None:
-                    table.read(sequence, sequence.row)
         plan.complete_plain_work(most)
-        if table is not None:
-            table.take_in(plain, self.roster.retired)
         return [*forced, *late, *longer]
-
-    def _plan_table(self, table: DraftTable, plan: PlanBuilder, most: int) -> list[Sequence]:
-        """Those that stand in the draft table, all at once. Returns the others. As these come after them, and must push out
-        nobody that this step names, the table is given up where blocks are scarce."""
-        others = [*table.late(most), *(each for each in self.roster.running if not each.tabled)]
-        if others and not self.cache.has_room(
-            len(others) * (3 + most // min(spec.block_size for spec in self.cache.specs))
-        ):
-            table.release_all()
-            return self.roster.running[:]
-        if table:
-            plan.add_alike(table.plan(most, plan.step_id))
-        return others
 
     def _try_drafts(self, sequence: Sequence, plan: PlanBuilder, most: int) -> bool:
         """Where it has an answer begun, needs a block or is near its end."""
@@ -388,7 +364,7 @@ class StepPlanner:
             return
         while not self._try_chunk(sequence, plan):
             victim = self.roster.running[-1]
-            if self.cache.num_leaving or victim is sequence or victim.tabled or victim.last_step == plan.step_id:
+            if self.cache.num_leaving or victim is sequence or victim.last_step == plan.step_id:
                 if self._starved is None or sequence.order < self._starved.order:
                     self._starved, self._starved_since = sequence, plan.step_id
                 return

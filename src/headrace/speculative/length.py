@@ -162,12 +162,8 @@ class Speculation:
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         planned = min(max(plan.drafts), self.most)
         offered, right = [0] * planned, [0] * planned
-        got = counts_of(result.tokens)
-        if plan.drafts.count(planned) == len(plan.drafts) and result.drafted.count(planned) == len(got):
-            seen = Counter({(planned, planned, tokens): alike for tokens, alike in Counter(got).items()})
-        else:
-            wanted = map(plan.drafts.__getitem__, plan.sample_work)
-            seen = Counter(zip(wanted, result.drafted, got, strict=True))
+        wanted = map(plan.drafts.__getitem__, plan.sample_work)
+        seen = Counter(zip(wanted, result.drafted, counts_of(result.tokens), strict=True))
         rows = 0
         for (most, drafted, tokens), alike in seen.items():
             if not (most and tokens):

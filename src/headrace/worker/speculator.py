@@ -148,8 +148,8 @@ class Drafts:
 
     proposal: Proposal
     counts: list[int]
-    which: Sequence[int]
-    rows: Sequence[int]
+    which: list[int]
+    rows: list[int]
     trees: Mapping[int, Tree] = field(default_factory=dict)
     guesses: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     empty: frozenset[int] = frozenset()
@@ -234,15 +234,14 @@ class Speculator:
         proposal = self._proposer.propose(rows, lengths, np.full(count, most, dtype=np.int32))
         if not proposal.stand:
             self._write(rows, lengths, proposal)
-        each, every = proposal.counts, even(count, 1).every
-        trees = {work: tree for work, tree in enumerate(proposal.trees) if tree is not None} if proposal.trees else {}
+        each = proposal.counts
+        trees = {work: tree for work, tree in enumerate(proposal.trees) if tree is not None}
+        found = Drafts(proposal, each.tolist(), list(range(count)), plan.rows.tolist(), trees)
         if (each == most).all():
             laid = even(count, 1 + most)
             own |= {"counts": laid.counts, "drafts": plan.drafts, "sample_work": laid.work, "sample_back": laid.back}
-            exact = _changed(plan, own | {"sample_rows": as_array(rows[laid.chunk])})
-            return exact, Drafts(proposal, [most] * count, every, plan.rows, trees)
+            return _changed(plan, own | {"sample_rows": as_array(rows[laid.chunk])}), found
         changes = {"starts": own["starts"], "counts": as_array(each + 1), "drafts": as_array(each)}
-        found = Drafts(proposal, each.tolist(), every, plan.rows, trees)
         return with_samples(plan, iota(count), each, **changes), found
 
     def _drafted(self, plan: StepPlan) -> tuple[StepPlan, Drafts]:
@@ -355,7 +354,7 @@ class Speculator:
             proposed = proposed[drafts.which]
         lengths = self._lengths[rows]
         ends = self.judge.count(rows, lengths, proposed, samples) + 1
-        taken = Runs(samples[iota(count + 1) < ends[:, None]], ends)
+        taken = Runs(samples[iota(count + 1) < ends[:, None]].tolist(), ends.tolist())
         if self._proposer.remembers:
             for row, length, mine in zip(drafts.rows, lengths.tolist(), taken, strict=True):
                 self._proposer.took(row, length, mine)

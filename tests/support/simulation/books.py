@@ -37,7 +37,7 @@ Leaving = list[tuple[int, int, int]]
 
 
 class Books:
-    """``settled``: records are looked at as they should be; else the lag of a cohort or of the draft table is reckoned with."""
+    """``settled``: records are looked at as they should be; else a cohort's lag is reckoned with."""
 
     def __init__(self, scheduler: Scheduler, device: Device, *, settled: bool) -> None:
         self._scheduler = scheduler
@@ -309,13 +309,8 @@ class Books:
 
 
 def _lags(scheduler: Scheduler) -> dict[Sequence, tuple[int, int]]:
-    """What records of a cohort, or of the draft table, have yet to be made up for: tokens taken, tokens planned."""
-    cohort, table = scheduler._cohort, scheduler.roster.table
-    if table:
-        return {
-            each: (int(table._kept[row]), int(table._total[row]) - each.num_tokens)
-            for row, each in table._sequences.items()
-        }
+    """What a cohort's records have yet to be made up for: tokens taken, tokens planned."""
+    cohort = scheduler._cohort
     if cohort is None:
         return {}
     return {

@@ -134,12 +134,11 @@ class OrderWatch:
         return first
 
     def _mark_of(self, scheduler: Scheduler) -> tuple[int, ...]:
-        """Tokens known and computed of its answers. Records of a cohort or of the draft table lag, but whoever is in one
-        comes on: the count of steps is part of it."""
+        """Tokens known and computed of its answers. A cohort's records lag, but whoever is in one comes on: its count
+        of steps is part of it."""
         siblings = scheduler.requests.get(self._first, ()) if self._first is not None else ()
         marks = [count for each in siblings for count in (len(each.token_ids), each.num_computed_tokens)]
-        cohort, table = scheduler._cohort, scheduler.roster.table
-        marks += [table._last_step for each in siblings if each.tabled and table is not None]
+        cohort = scheduler._cohort
         return (*marks, cohort._planned, cohort._taken) if cohort is not None else tuple(marks)
 
 
