@@ -46,7 +46,7 @@ def test_bash_completes_commands_flags_and_values(folder: Path) -> None:
     assert set(cli.COMMANDS) < set(offered(folder, "headrace "))
     assert set(BENCHMARKS) < set(offered(folder, "headrace bench "))
     assert offered(folder, "headrace serve org/name --config half --por") == ["--port"]
-    assert offered(folder, "headrace chat --po") == []  # a server's
+    assert offered(folder, "headrace chat --por") == []  # a server's
     assert offered(folder, "headrace bench latency --batch-s") == ["--batch-size"]
     assert offered(folder, "headrace serve --dtype=fl") == ["float16", "float32"]
     assert offered(folder, "headrace serve --block-size 1") == ["16", "128"]  # an optional choice
