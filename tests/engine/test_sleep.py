@@ -50,6 +50,37 @@ def test_answers_are_the_same_afterwards_and_prefixes_are_forgotten(llm: LLM, le
     assert answers(llm) == (before, 0) and not llm.is_sleeping
 
 
+def test_one_that_sleeps_prepares_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card, what is prepared ahead reads weights, and these are not there."""
+    executor: Any = llm.engine.core.executor
+    monkeypatch.setattr(executor._inner._runner.passes, "prepare", lambda: True)
+    assert executor.prepare()
+    llm.sleep(1)
+    assert not executor.prepare()
+    llm.wake_up()
+    assert executor.prepare()
+
+
+def test_host_memory_that_cannot_be_had_is_told_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the system or the driver calls it: the engine stays awake, and goes on."""
+    from headrace.worker import asleep
+
+    def pinned(rows: int, columns: int, dtype: object) -> object:
+        if columns == 3:
+            raise OSError(12, "Cannot allocate memory")
+        return columns
+
+    monkeypatch.setattr(asleep, "pinned_zeros", pinned)
+    memory = asleep.DeviceMemory.__new__(asleep.DeviceMemory)
+    memory._host = {}
+    regions = [asleep._Region(address, size, kept=True) for address, size in ((16, 2), (32, 3))]
+    with pytest.raises(OutOfMemory, match="Cannot allocate"):
+        memory._reserve_host(regions)
+    assert not memory._host
+    memory._reserve_host(regions[:1])
+    assert memory._host == {16: 2}
+
+
 def test_memory_is_given_up(llm: LLM) -> None:
     from headrace.worker.residency import resident_bytes
 

@@ -216,7 +216,12 @@ class DeviceMemory:
             raise OutOfMemory(f"Weights take {needed} of host memory, and {there} are free. Free some, and try again.")
         with ThreadPoolExecutor(_THREADS, "headrace-sleep") as pool:
             found = pool.map(lambda region: pinned_zeros(1, region.size, torch.uint8), lacking)
-            self._host.update(zip((region.address for region in lacking), found, strict=True))
+            try:
+                self._host |= dict(zip((region.address for region in lacking), found, strict=True))
+            except (MemoryError, OSError, RuntimeError) as error:  # the system's, the driver's or torch's word for it
+                raise OutOfMemory(
+                    f"{size / GIB:.2f} GiB of pinned host memory could not be had ({error}). Free some, and try again."
+                ) from error
 
     def close(self) -> None:
         self.refill = self.restore = lambda: None

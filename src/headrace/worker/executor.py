@@ -84,7 +84,7 @@ class DeviceExecutor:
         self._runner: ModelRunner | None = runner  # None: closed
         self._queued = runner.queued
         self._broken = False
-        self._prepares = True
+        self._prepares, self._sleeps = True, False
         self._outcomes: deque[tuple[StepPlan, Outcome]] = deque()
         self._begun: tuple[StepPlan, Outcome] | None = None  # the last one, while it waits for its masks
         # told at once, by the thread that computes
@@ -160,7 +160,7 @@ class DeviceExecutor:
 
     def prepare(self) -> bool:
         assert self._runner is not None and not self._outcomes and self._begun is None, "nothing may be in flight"
-        if self._broken or not self._prepares:
+        if self._broken or self._sleeps or not self._prepares:  # one that sleeps has no weights
             return False
         try:
             return self._runner.passes.prepare()
@@ -176,6 +176,7 @@ class DeviceExecutor:
             assert self._asleep is not None and not self._outcomes, "it can sleep, and nothing is in flight"
             work = self._asleep.sleep if isinstance(order, Sleep) else self._asleep.wake
             work() if self._pool is None else self._pool.submit(work).result()
+            self._sleeps = isinstance(order, Sleep)
             return
         if isinstance(order, OpenStaging):
             self._mover = BlockMover(Staging(order.fd, order.replicas, order.widths, order.slots), self._caches)

@@ -359,8 +359,9 @@ class DecodeGraphs:
             fetch()
             return
         if found.fetch is None:
-            with self._recorder.captures(), self._recorder.recording() as found.fetch:
+            with self._recorder.captures(), self._recorder.recording() as graph:
                 fetch()
+            found.fetch = graph  # not before it is whole
         self.launches.replay(found.fetch)
 
     def hidden(self, bucket: int, count: int) -> Tensor:

@@ -184,14 +184,16 @@ def warm_linears(decoder: nn.Module, device: torch.device, sizes: Sequence[int],
                 layer.warm(x[:count])
 
 
-def warm_samples(decoder: nn.Module, device: torch.device, max_num_seqs: int) -> Iterator[int]:
-    """The same of every number of tokens that a step may sample from, one at each turn, and which: in a step that is
-    launched, the last layer and the head compute so many rows, behind all that keeps the device busy."""
+def warm_samples(decoder: nn.Module, device: torch.device, most: int) -> Iterator[int]:
+    """The same of every number of tokens, up to ``most``, that a step may sample from, one at each turn, and which: in a
+    step that is launched, the last layer and the head compute so many rows, behind all that keeps the device busy."""
     layers = _shapes_of(decoder)
-    for count in range(1, max_num_seqs + 1):
+    for count in range(1, most + 1):
         with torch.inference_mode():
             for (ins, _, _), layer in layers.items():
                 layer.warm(torch.zeros(count, ins, dtype=layer.dtype, device=device))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a request that comes meanwhile waits for one turn, not for all
         yield count
 
 

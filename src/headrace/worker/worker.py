@@ -522,7 +522,8 @@ class Worker:
     def _first_uses(self) -> Iterator[int]:
         """On a card, where a kernel's first use waits until the device is idle."""
         setup = self._setup
-        found = warm_samples(self._decoder, setup.device, setup.most_verified)
+        most = min(setup.most_verified, setup.config.scheduler.logits_rows)  # there is memory for so many logits
+        found = warm_samples(self._decoder, setup.device, most)
         return found if setup.device.type == "cuda" and self._prunes else iter(())
 
     @property
