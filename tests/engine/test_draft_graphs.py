@@ -158,13 +158,14 @@ def test_drafts_and_their_verification_are_one_launch(monkeypatch: pytest.Monkey
     assert sum(each >= 8 for each in launched) > 3 and max(launched) <= 9
 
 
+@pytest.mark.parametrize("when", ["__init__", "launch"])
 def test_drafts_are_launched_one_by_one_where_the_driver_joins_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refused(graphs: object) -> None:
-        raise DriverError("joining graphs: not supported (CUDA error 801)")
+    def refused(*_: object) -> None:
+        raise DriverError("joining graphs: out of memory (CUDA error 2)")
 
-    monkeypatch.setattr(launches, "GraphChain", refused)
+    monkeypatch.setattr(launches, "GraphChain", type("Refused", (RecordedChain,), {when: refused}))
     found, right = _answers(LONG, graphed=True, drafts=3)
     assert found == _answers(LONG, graphed=False, drafts=0)[0] and right > 0.75
     assert caplog.text.count("one by one") == 1

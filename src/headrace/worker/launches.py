@@ -73,27 +73,29 @@ class Launches:
         self._chains.clear()
 
     def _launch(self, held: _Held) -> None:
-        key = tuple(map(id, held))
-        found = self._chains.get(key)
-        if found is None:
-            self._seen[key] += 1
-            if len(held) < 2 or self._seen[key] < _AGAIN or not self._join(key, held):
-                for graph in held:
-                    graph.replay()
-                return
-            found = self._chains[key]
-        found[0].launch(torch.cuda.current_stream().cuda_stream)
-
-    def _join(self, key: tuple[int, ...], held: _Held) -> bool:
-        """Some milliseconds, once for each sequence of graphs."""
         try:
-            made = GraphChain([graph.raw_cuda_graph() for graph in held])
-        except DriverError as error:
+            if (chain := self._joined(held)) is not None:
+                chain.launch(torch.cuda.current_stream().cuda_stream)
+                return
+        except DriverError as error:  # above all, there is no memory for it: nothing of it is queued
             self.joins = False
+            self._chains.clear()
             _log.warning("graphs of drafts are launched one by one (%s)", error)
-            return False
+        for graph in held:
+            graph.replay()
+
+    def _joined(self, held: _Held) -> GraphChain | None:
+        """None where the same ones have not come often yet. Joining takes some milliseconds, once for each sequence of
+        graphs."""
+        key = tuple(map(id, held))
+        if key in self._chains:
+            return self._chains[key][0]
+        self._seen[key] += 1
+        if len(held) < 2 or self._seen[key] < _AGAIN:
+            return None
+        made = GraphChain([graph.raw_cuda_graph() for graph in held])
         if len(self._chains) == _MOST:
             del self._chains[next(iter(self._chains))]
         self._chains[key] = made, held
         del self._seen[key]
-        return True
+        return made
