@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,12 +101,12 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder / _CONFIG} sets {', '.join(refused)}, which is not supported. Merge the adapter into its model instead."
         )
     for name in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(name) or {}
-        for pattern in patterns:
-            if not isinstance(patterns, Mapping) or not _PATTERN.fullmatch(str(pattern)):
-                raise ModelError(
-                    f"{folder / _CONFIG}: {name} has {str(pattern)[:60]!r}; only names of modules are read. Write them out."
-                )
+        held = config.get(name) or {}
+        wrong = [each for each in held if not _PATTERN.fullmatch(each)] if isinstance(held, dict) else [held]
+        if wrong:
+            raise ModelError(
+                f"{folder / _CONFIG}: {name} has {str(wrong[0])[:60]!r}; only names of modules are read. Write them out."
+            )
 
 
 def _by_module(folder: Path, spec: DecoderSpec) -> Mapping[str, tuple[Module, dict[str, TensorEntry]]]:
@@ -182,7 +183,7 @@ def _check_rank(file: Path, module: Module, rank: int, said: Any, max_rank: int)
 
 def _scale(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha"))
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= sys.float_info.max:
         raise ModelError(
             f"{folder / _CONFIG}: lora_alpha is {alpha!r:.40}; a finite number is wanted. Download it again."
         )
