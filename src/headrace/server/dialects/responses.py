@@ -367,10 +367,10 @@ async def _require(service: Service, exchange: Exchange) -> Stored:
 
 
 def _unknown(name: str) -> NotFound:
-    return NotFound(
-        f"There is no response {name[:100]!r} of yours, or it is not kept any more; store is for a day, within bounds.",
-        param="response_id", code="response_not_found",
-    )  # fmt: skip
+    if "/" in name:
+        return NotFound(f"There is no route below /v1/responses/{{id}}: {name[:100]!r}.", code="route_not_found")
+    told = f"There is no response {name[:99]!r} of yours, or it is not kept any more; store is for a day, in bounds."
+    return NotFound(told, param="response_id", code="response_not_found")
 
 
 async def show(service: Service, exchange: Exchange) -> None:
