@@ -333,6 +333,23 @@ def test_a_process_that_uses_gpus_already_takes_none_of_rays(monkeypatch: pytest
         actors._take("1")
 
 
+def test_an_engine_after_another_gets_the_same_gpu_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.parallel.on_ray import Actors
+
+    monkeypatch.setattr(Actors, "_sees", None, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    used = [False, True, True, True]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used.pop(0))
+    for _ in range(2):
+        actors = Actors.__new__(Actors)
+        actors._connects, actors._watcher, actors._saw = False, None, None
+        actors._take("1")
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+        for _ in range(2):
+            actors.close()
+            assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_rank_sees_the_gpu_of_its_bundle(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_ranks_of_stages_lend_each_other_memory(llama: str, overlap: int) -> Non
         ({"pooled_layers": (1,)}, "give --pipeline-parallel-size"),
         ({"pipeline_parallel_size": 2, "pooled_layers": (1,)}, "the stages have"),
         ({"pipeline_parallel_size": 2, "pooled_layers": (0, 9)}, "Give as many numbers, none larger"),
-        ({"pipeline_parallel_size": 2, "pooled_layers": (1, 0), "share_weights": True}, "by one process"),
+        ({"pipeline_parallel_size": 2, "pooled_layers": (1, 0), "share_weights": True}, "by one process; leave it out"),
     ],
 )
 def test_what_cannot_be_pooled_is_said_before_anything_is_loaded(

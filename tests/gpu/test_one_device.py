@@ -27,7 +27,7 @@ def test_tokens_are_those_of_the_cpu(judge: Judge, mode: str) -> None:
     shared = {"tensor_parallel_size": 2, "ranks_per_device": 2, "kv_cache_memory": 2**28}
     with LLM(**{**STRICT, **shared, **MODES[mode]}) as llm:
         said = {each.name: each.reason for each in llm.info.decisions}
-        assert "gloo, and sums of up to" in said["ranks"]
+        assert "on one device; over gloo, and sums of up to" in said["ranks"]
         for asked in (params(max_tokens=20, logprobs=1), params(max_tokens=20, temperature=0.8, top_k=50, seed=3)):
             answers = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], asked, use_tqdm=False)
             for prompt, found in zip(PROMPTS, answers, strict=True):

@@ -41,15 +41,21 @@ def test_sums_of_any_size_and_place_go_in_pieces(monkeypatch: pytest.MonkeyPatch
             device.all_reduce(whole.clone()),
             device.all_reduce(odd),
             side_by_side(device, whole.view(4, 10)[:, :3], 5),
+            device.all_reduce(whole[:0]),
         ]
         return [*found, device.all_gather_stacked(torch.tensor([group.rank], dtype=torch.uint8)), sums.count]
 
-    for whole, odd, wide, small, count in together(2, run):
+    for whole, odd, wide, none, small, count in together(2, run):
         expected = 2 * torch.arange(40.0) + 100
         assert torch.equal(whole, expected) and torch.equal(odd, expected[1:8])
         own = torch.arange(40.0).view(4, 10)
         assert torch.equal(wide, torch.cat([own[:, :3], own[:, :2] + 100], dim=1))
-        assert small.tolist() == [[0], [1]] and count == 3 + 1 + 2
+        assert small.tolist() == [[0], [1]] and count == 3 + 1 + 2 and not len(none)
+
+
+def test_ranks_behind_the_last_column_have_none_of_it() -> None:
+    for found in together(4, lambda group: side_by_side(group, torch.full((1, 2), group.rank), 5)):
+        assert found.tolist() == [[0, 0, 1, 1, 2]]
 
 
 def test_members_check_each_other_before_there_are_sums() -> None:

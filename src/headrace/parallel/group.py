@@ -144,7 +144,7 @@ class Peers:
 def side_by_side(group: Group, x: Tensor, width: int) -> Tensor:  # [n, part] → [n, width]
     """All-gather in the order of ranks, less what goes beyond ``width``."""
     parts = group.all_gather_stacked(x).unbind(0)
-    return torch.cat([part[:, : width - rank * x.shape[1]] for rank, part in enumerate(parts)], dim=1)
+    return torch.cat([part[:, : max(0, width - rank * x.shape[1])] for rank, part in enumerate(parts)], dim=1)
 
 
 def check_members(group: Any, name: str, key: bytes, device: str) -> None:

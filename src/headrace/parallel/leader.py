@@ -73,7 +73,8 @@ def create_executor(
         if ranks.settle(1.0) is not None:
             ranks.check()
         raise
-    said = [Decision("ranks", size, f"each a process with a device of its own; over {peers.all[0].backend}")]
+    where = "on one device" if config.device.ranks_per_device > 1 else "with a device of its own"
+    said = [Decision("ranks", size, f"each a process {where}; over {peers.all[0].backend}")]
     if peers.pipe is not None:
         said.append(_split(config, source, peers.pipe.stages))
     return RankedExecutor(executor, ranks, peers, size), (*said, *decisions)

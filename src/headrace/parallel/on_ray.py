@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from headrace.config import EngineConfig
 from headrace.errors import ConfigError, HeadraceError
@@ -27,8 +27,16 @@ _MOST_SAID = 500  # characters
 _SEEN = "CUDA_VISIBLE_DEVICES"
 
 
+def _uses_gpus() -> bool:
+    """From then on CUDA_VISIBLE_DEVICES changes nothing here."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
 class Actors:
     """Those of all ranks. Raises ConfigError where Ray, or room in its cluster, is missing."""
+
+    _sees: ClassVar[str | None] = None  # the GPU that an earlier one's was for, which this process uses since
 
     def __init__(self, config: EngineConfig) -> None:
         ray = _ray()
@@ -64,8 +72,7 @@ class Actors:
 
     def _take(self, gpu: str) -> None:
         """This process sees the GPU of the first bundle alone, until ``close``. Raises ConfigError where it is too late."""
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized() and os.environ.get(_SEEN) != gpu:
+        if _uses_gpus() and (Actors._sees or os.environ.get(_SEEN)) != gpu:
             self.close()
             raise ConfigError(
                 f"Ray gives the first rank GPU {gpu}, but this process uses GPUs already. Set {_SEEN}={gpu}, or make the LLM first."
@@ -102,9 +109,12 @@ class Actors:
     def close(self) -> None:
         self._closed = True
         if self._saw is not None:
+            if _uses_gpus():
+                Actors._sees = os.environ.get(_SEEN)
             os.environ[_SEEN] = self._saw
             if not self._saw:
                 del os.environ[_SEEN]
+            self._saw = None
         if self._watcher is not None:  # which would connect again
             self._watcher.join()
         with suppress(Exception):  # a cluster that is gone has nothing left of ours

@@ -39,7 +39,7 @@ class OneDevice:
         if x.nbytes % 16 or x.data_ptr() % 16:
             padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
             padded[: flat.numel()] = flat
-        for piece in padded.split(16 * sums.lines // x.itemsize):
+        for piece in padded.split(16 * sums.lines // x.itemsize) if flat.numel() else ():
             sums.add(piece, self.stream)
         return x if padded is flat else x.copy_(padded[: flat.numel()].view_as(x))
 

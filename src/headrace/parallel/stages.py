@@ -65,6 +65,10 @@ def staged(spec: DecoderSpec, config: EngineConfig, stage: int) -> DecoderSpec:
         raise ConfigError(
             f"--pipeline-parallel-size is {device.pipeline_parallel_size}, but {problem}. Use --tensor-parallel-size."
         )
+    if any(device.pooled_layers) and (not is_plain(spec) or config.model.share_weights):
+        raise ConfigError(
+            "--pooled-layers is for weights that are computed with as they are stored, by one process; leave it out."
+        )
     stages = split_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
     pooled_layers(stages, device, stage)
     return replace(spec, held=stages[stage])
@@ -94,9 +98,5 @@ def _problems(spec: DecoderSpec, config: EngineConfig) -> list[str]:
         "accepted branches of a draft tree are not moved in stages": settings is not None and settings.tree is not None,
         "a cache in FP8 is not held in stages": config.cache.kv_cache_dtype.startswith("fp8"),
         "--enable-sleep-mode puts no stages to sleep": config.device.enable_sleep_mode,
-        "--pooled-layers is for weights that are computed with as they are stored, by one process": any(
-            config.device.pooled_layers
-        )
-        and (not is_plain(spec) or config.model.share_weights),
     }
     return [problem for problem, is_so in found.items() if is_so]
