@@ -12,9 +12,11 @@ from headrace.config import DeviceConfig, EngineConfig, ModelConfig, SchedulerCo
 from headrace.cost.cost_model import StepLoad
 from headrace.cost.links import (
     HOST_WAIT,
+    LARGEST,
     MOST_PASSED,
     KeyTraffic,
     Link,
+    SmallSums,
     key_traffic_of,
     shared_rows,
     traffic_of,
@@ -38,6 +40,9 @@ def test_what_is_sent_is_what_is_counted_by_hand() -> None:
     assert traffic.seconds(EXACT, 3, 2) == (16.0 + 1.88, 1.88) and traffic.seconds(EXACT, 0, 0) == (0.0, 0.0)
     assert traffic_of(replace(TINY, ranks=4), 2.0).seconds(EXACT, 1, 0)[1] == 1.5 * 7 * 8 / 100
     assert traffic_of(TINY, 2.0).seconds(EXACT, 3, 2) == (0.0, 0.0)
+    small = replace(EXACT, small=SmallSums(100.0, 1.0, 0.5, 1e6))
+    sent = [replace(traffic, row_bytes=each).seconds(small, 3, 2)[1] for each in (0.0, 10.0)]
+    assert sent == pytest.approx([1.68, 1.68 + 2 * LARGEST / 100])  # a stage without logits has no largest
 
 
 def test_rows_are_shared_out_where_what_is_saved_exceeds_what_nothing_hides() -> None:

@@ -89,7 +89,7 @@ class Traffic:
         if self.ranks == 1 or not tokens:
             return 0.0, 0.0
         size = tokens * self.token_bytes
-        logits = rows * (self.row_bytes if link.small is None else LARGEST) / link.bandwidth
+        logits = rows * (LARGEST if link.small and self.row_bytes else self.row_bytes) / link.bandwidth
         sent = self.sums * 2 * (self.ranks - 1) / self.ranks * size / link.bandwidth + logits
         met = (link.sum_seconds(0.0, self.ranks) if link.small else link.latency) if self.row_bytes else 0.0
         each = link.sum_seconds(size, self.ranks, shared=True) + link.around * max(0.0, 1.0 - size / FULL)
