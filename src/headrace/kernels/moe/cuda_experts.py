@@ -161,7 +161,7 @@ class FewExperts:
     def _fits(self, tokens: int, hidden: int, attended: int) -> bool:
         """Whether the product behind attention can be in the launch."""
         one_strip = hidden // _COLUMNS <= self.builds.processors
-        return tokens <= MOST_CODED and one_strip and not attended % _STEP and attended <= _WIDEST
+        return tokens <= self.few and one_strip and not attended % _STEP and attended <= _WIDEST
 
     def computed(
         self, x: Tensor, logits: Tensor, up: Tensor | Packed, down: Tensor | Packed, renormalize: bool, kind: Activation, epilogue: Epilogue,
