@@ -258,7 +258,7 @@ class PagedAttention:
         ]
 
     def _cases(self, block_size: int) -> list[_Case]:
-        """Many sequences are computed in tiles of their own, whether they share keys or not."""
+        """Many sequences that share no keys are computed in tiles of their own."""
         long = _Case(1, _rows(self.group) // self.group + 1)
         if self.invariant:
             return [long]
