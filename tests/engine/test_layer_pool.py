@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.errors import ConfigError
 from headrace.kernels import Kernels
+from headrace.layers.linear import Linear
 from headrace.models.layer_pool import LayerPool, places_for
 from tests.support import modes, tiny
 from tests.support.forward import CPU, PagedRun, load_decoder
@@ -31,6 +33,39 @@ def test_pooled_layers_compute_what_others_do(tmp_path: Path, name: str, pooled:
     for step in STEPS:
         pooled_logits = found.step(step)
         assert all(torch.equal(logits, pooled_logits[each]) for each, logits in wanted.step(step).items())
+
+
+@pytest.mark.parametrize("pooled", [(0, 1), (0, 1, 2)])
+def test_a_step_that_fails_leaves_the_first_layers_in_their_places(tmp_path: Path, pooled: tuple[int, ...]) -> None:
+    """Or the next one would compute with the weights of others."""
+    folder = tiny.save("llama", tmp_path, tokenizer=False)
+    kernels = {"max_model_len": 64, "kernels": Kernels(CPU, disabled=frozenset({"onednn"}))}
+    wanted, found = (PagedRun(load_decoder(folder, **kernels, **more)) for more in ({}, {"pooled": pooled}))  # type: ignore[arg-type]
+    for failing in pooled:
+        attention: Any = found.decoder.layers[failing].attention  # type: ignore[union-attr]
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(RuntimeError, match="memory"):
+            patched.setattr(attention, "forward", lambda *_: _raise(RuntimeError("out of memory")))
+            found.step({"c": [1, 2]})
+        ids = {f"a{failing}": [5, 6, 7]}
+        assert all(torch.equal(logits, found.step(ids)[each]) for each, logits in wanted.step(ids).items())
+
+
+def test_no_layer_computes_with_what_is_still_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts' launch takes in the next layer's first GEMM, but where that layer's weights may be on their way."""
+    folder = tiny.save("qwen3-moe", tmp_path, tokenizer=False)
+    monkeypatch.setattr(Linear, "plain", torch.zeros(1))
+    for pooled in ((), (1,)):
+        decoder = load_decoder(
+            folder, max_model_len=64, kernels=Kernels(CPU, disabled=frozenset({"onednn"})), pooled=pooled
+        )
+        first: Any = decoder.layers[0].feed_forward  # type: ignore[union-attr]
+        first._fused = SimpleNamespace(takes=lambda output: 8)
+        decoder._ask_linears()
+        assert (first.later is None) == bool(pooled)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_layers_share_a_place_and_their_neighbours_two() -> None:

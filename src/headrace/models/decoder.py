@@ -7,6 +7,7 @@ checkpoint tensors (families.py, weight_rules.py), loading, batching, sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -234,7 +235,8 @@ class Decoder(nn.Module):
         self._takes_sums = all(each.takes_sums for each in linears)
         for block, following in pairwise(self.blocks):
             if isinstance(block.feed_forward, SparseFeedForward):
-                follows = block.feed_forward.takes_output(following.attention.qkv)
+                # a pooled layer's weights come when it is their turn
+                follows = self.pool is None and block.feed_forward.takes_output(following.attention.qkv)
                 block.feed_forward.later = following.attention.qkv.plain if follows else None
 
     def forward(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor], hidden: Tensor | None = None) -> Tensor:
@@ -247,11 +249,10 @@ class Decoder(nn.Module):
         """
         found = self._whole(inputs, kv_caches)
         if found is None:
-            found = self._by_layer(inputs, kv_caches, hidden)
+            with nullcontext() if self.pool is None else self.pool.step():
+                found = self._by_layer(inputs, kv_caches, hidden)
         if self.tap is not None and not self.tap.layers:
             self.tap.take(found)
-        if self.pool is not None:
-            self.pool.join()
         return found
 
     def _whole(self, inputs: ForwardInputs, kv_caches: Sequence[Tensor]) -> Tensor | None:

@@ -11,8 +11,9 @@ a layer computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -82,12 +83,27 @@ class LayerPool:
                 each = layer.get_parameter(name)
                 each.data = _view(each, self._own[at % self._places], begin)
             layer.forward = partial(self._run, at, layer.forward)
+        self._begin()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Layers are computed within, in their order: whatever ends it, the next one, or a graph, finds the first layers
+        in their places."""
+        try:
+            yield
+        except BaseException:
+            self._come = [lambda: None] * self._places
+            if self._side is None or not torch.cuda.is_current_stream_capturing():  # else nothing has been computed
+                self._begin()
+            raise
+        self._join()
+
+    def _begin(self) -> None:
         for at in range(self._places):
             self._fetch(at)
-        self.join()
+        self._join()
 
-    def join(self) -> None:
-        """At the end of a step: the next one, or a graph, finds the first layers in their places."""
+    def _join(self) -> None:
         if self._side is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
             self._come = [lambda: None] * self._places
