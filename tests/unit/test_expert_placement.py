@@ -211,8 +211,9 @@ def test_what_has_no_experts_or_too_few_is_refused_and_one_rank_has_them_all(tmp
     with pytest.raises(ConfigError, match="is 8, but a layer has 7 experts, and each rank needs one"):
         held_experts(SPARSE, placed(ranks=8), 0)
     assert held_experts(SPARSE, placed(ranks=1), 0) is None
-    with pytest.raises(ConfigError, match="but enable_expert_parallel is off"):
-        DeviceConfig(tensor_parallel_size=2, expert_placement="experts.json")
+    for file in ("experts.json", ""):
+        with pytest.raises(ConfigError, match="but enable_expert_parallel is off"):
+            DeviceConfig(tensor_parallel_size=2, expert_placement=file)
 
 
 # --- costs
