@@ -1,4 +1,4 @@
-"""Products of 2 to 64 rows with what stands around them, whose weights are under way early (ring.cu): a layer's
+"""Products of up to 64 rows with what stands around them, whose weights are under way early (ring.cu): a layer's
 callable, its launches.
 
 What lives here: what the kernel is given, its machine code. What may not: which form is best (ring_forms.py), the

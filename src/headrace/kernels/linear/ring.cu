@@ -1,4 +1,4 @@
-// A product of 2 to 64 rows (of 8 bits, alone: to 128) with what stands around it in a layer; its first weights are under way before the kernel before it has ended.
+// A product of up to 64 rows (of 8 bits, alone: to 128) with what stands around it in a layer; its first weights are under way before the kernel before it has ended.
 //
 //   y = act(s · x Wᵀ + b) ⊙ (s · x Vᵀ + c) + residual, scaled = y ⊙ g, squares: as kernels/linear/triton_flat.py has them
 //

@@ -1,4 +1,4 @@
-"""Which tile, and how K is shared out, for products of 2 to 64 rows by the ring kernel (ring.cu), and of 65 to 256 rows
+"""Which tile, and how K is shared out, for products of up to 64 rows by the ring kernel (ring.cu), and of 65 to 256 rows
 with weights in codes (packed_gemm.cu): by the weight and the number of rows.
 
 What lives here: forms, the tables of those that were measured. What may not: kernels, measuring (bench/tune.py).
