@@ -281,6 +281,9 @@ def test_what_is_no_adapter_of_this_model_harms_nobody(llama: tuple[Any, Path], 
         one, two = llm.generate(ids(PROMPTS[:2]), GREEDY, use_tqdm=False, lora_request=both)
         assert one.outputs[0].finish_reason == "length" and two.outputs[0].finish_reason == "error"
         assert "NaN" in str(two.outputs[0].stop_reason)
+        worse = LoRARequest("good", 1, str(bad), load_inplace=True)
+        assert llm.generate(ids(PROMPTS[:1]), GREEDY, lora_request=worse)[0].outputs[0].finish_reason == "error"
+        assert answers(llm, PROMPTS[:1], LoRARequest("good")) == [one.outputs[0].token_ids]
         assert answers(llm, PROMPTS[:1]) and answers(llm, PROMPTS[:1], both[0]) == [one.outputs[0].token_ids]
     with engine(folder / "base") as plain, pytest.raises(InvalidRequest, match="--enable-lora"):
         answers(plain, PROMPTS[:1], LoRARequest("good", 1, str(good)))

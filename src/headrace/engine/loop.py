@@ -34,7 +34,7 @@ from headrace.scheduler.explain import RECENT, pace_of, predicted_start
 if TYPE_CHECKING:
     from headrace.disagg.hand_over import HandOver
     from headrace.engine.assembly import Engine
-    from headrace.lora.registry import AdapterRegistry, Registered
+    from headrace.lora.registry import AdapterRegistry
 
 # --- the sockets
 
@@ -508,16 +508,16 @@ class EngineLoop:
         try:
             if self._core.sleep_target:
                 raise InvalidRequest("The model sleeps; wake it first (POST /wake_up).")
-            before = self._registry.load(command.name, command.folder, command.in_place)
+            self._registry.load(command.name, command.folder, command.in_place)
             key = self._registry.preload(command.name)
-            self._asked.append((link, command.number, lambda: self._loaded(key, before)))
+            self._asked.append((link, command.number, lambda: self._loaded(key)))
         except HeadraceError as error:
             _reply(link, command.number, {"error": error.message})
 
-    def _loaded(self, key: str, before: Registered | None) -> Json | None:
+    def _loaded(self, key: str) -> Json | None:
         verdict = self._registry.verdict(key)
         if verdict:
-            self._registry.forget(key, before)
+            self._registry.forget(key)
         return {"error": verdict} if verdict else None if verdict is None else {}
 
     def _unload_adapter(self, link: Link, command: frames.UnloadAdapter) -> None:

@@ -61,6 +61,7 @@ class AdapterRegistry:
         self._waiting: dict[int, Request] = {}  # by id, in order of arrival; ``adapter`` is a key already
         self._wanted: set[str] = set()  # keys that nobody asks for yet, but somebody waits to hear of
         self._failed: dict[str, str] = {}
+        self._replaced: dict[str, Registered] = {}  # what a name stood for, by the key of what has replaced it unread
         self._blocks: dict[str, int] = {}  # of a device, that each takes which was ever read
         self._closing: str | None = None
         self.num_loads = 0
@@ -88,9 +89,9 @@ class AdapterRegistry:
         self._check(folder)
         return self._enter(name, folder).key
 
-    def load(self, name: str, folder: str, in_place: bool | None) -> Registered | None:
-        """What the name stood for, which from now on stands for ``folder`` as it is. ``in_place``: as
-        frames.LoadAdapter has it. Raises as ``require`` does."""
+    def load(self, name: str, folder: str, in_place: bool | None) -> None:
+        """The name stands for ``folder`` as it is from now on. ``in_place``: as frames.LoadAdapter has it. Raises as
+        ``require`` does."""
         known = self._known.get(check_adapter_name(name))
         if known is None or in_place is None:
             self.require(name, folder)
@@ -101,8 +102,7 @@ class AdapterRegistry:
             )
         else:
             self._check(folder := folder or known.folder)
-            self._enter(name, folder)
-        return known
+            self._replaced[self._enter(name, folder).key] = known
 
     def require(self, name: str, folder: str = "") -> None:
         """It is known from now on. Raises InvalidRequest, and what ``register`` raises."""
@@ -125,13 +125,13 @@ class AdapterRegistry:
         known = self._known.get(name) or self._found(name)
         return name if known is None else known.key
 
-    def forget(self, key: str, before: Registered | None = None) -> None:
-        """One that could not be read, unless its name stands for another by now; then for what it stood for ``before``."""
+    def forget(self, key: str) -> None:
+        """One that could not be read, unless its name stands for another by now; then for what it stood for before."""
         name = adapter_name(key)
         if name in self._known and self._known[name].key == key:
             del self._known[name]
-            if before is not None:
-                self._known[name] = before
+            if key in self._replaced:
+                self._known[name] = self._replaced[key]
 
     def forget_held(self) -> None:
         """What is in host memory is gone: whoever wants one brings it again."""
@@ -177,6 +177,7 @@ class AdapterRegistry:
         """What could not be read before is tried again."""
         known = self._known[name] = Registered(self._key(name, folder), folder)
         self._failed.pop(known.key, None)
+        self._replaced.pop(known.key, None)
         return known
 
     def _key(self, name: str, folder: str) -> str:
@@ -185,7 +186,8 @@ class AdapterRegistry:
     def _fail(self, key: str, error: str) -> None:
         """What was found in the folder is looked for there anew when the next request comes."""
         self._failed[key], name = error, adapter_name(key)
-        if name in self._known and self._known[name].folder == str(self._in_folder(name)):
+        known = self._known.get(name)
+        if known is not None and (key in self._replaced or known.folder == str(self._in_folder(name))):
             self.forget(key)
 
     def _change(self, key: str, now: str) -> None:
@@ -208,6 +210,8 @@ class AdapterRegistry:
             if outcome.error is not None:  # its clients learn no path
                 folder, name = self._held.pop(outcome.name, ""), adapter_name(outcome.name)
                 self._fail(outcome.name, outcome.error.replace(folder, name) if folder else outcome.error)
+            else:
+                self._replaced.pop(outcome.name, None)
         if self._closing is not None and not self._is_lacking(self._closing):
             self._closing = None
         ready: list[AddRequest | RefuseRequest] = []

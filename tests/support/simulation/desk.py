@@ -52,8 +52,8 @@ class WatchedDesk(AdapterRegistry):
         super().unregister(name)
         self._unloaded.add(self._served.pop(name))
 
-    def forget(self, key: str, before: Registered | None = None) -> None:
-        super().forget(key, before)
+    def forget(self, key: str) -> None:
+        super().forget(key)
         name = adapter_name(key)
         if self._served.get(name) == key:
             self._unloaded.add(self._served.pop(name))
