@@ -162,12 +162,3 @@ def test_what_is_told_is_of_fields_that_there_are() -> None:
     assert {name for name, told in TOLD["meanings"].items() if isinstance(told, str) and name not in taken} == set()
     own = {(kind, name) for kind, told in TOLD["meanings"].items() if isinstance(told, dict) for name in told}
     assert all(name in bodies[kind].__struct_fields__ for kind, name in own) and set(TOLD["examples"]) == set(bodies)
-
-
-def test_rules_of_fields_name_fields() -> None:
-    """And each is one of some route's."""
-    bodies = [route.body for route in ROUTE_TABLE if route.body is not None]
-    for body in bodies:
-        for rule in body.conflicts:
-            assert {name for case in rule["when"] for name in case} <= set(body.__struct_fields__), rule
-    assert sum(map(len, TOLD["conflicts"].values())) == len({rule["say"] for body in bodies for rule in body.conflicts})

@@ -22,7 +22,6 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import Meta, Struct, structs
 
-from headrace.config import first_conflict
 from headrace.engine.inputs import model_defaults
 from headrace.engine.template import check_template_variables
 from headrace.errors import InvalidRequest
@@ -222,13 +221,11 @@ class Body(Struct):
 
     also: ClassVar[tuple[str, ...]] = ()  # tables of fields.toml, beside those that bear its name and its bases'
     refused: ClassVar[dict[str, Refused]] = {}  # what stands in these
-    conflicts: ClassVar[list[Json]] = []  # and which fields do not go together
     one_of: ClassVar[tuple[str, ...]] = ()  # fields of which exactly one is given
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields, where these are not given by their own
 
     def __init_subclass__(cls) -> None:
         tables = [name for each in reversed(cls.__mro__) for name in (*vars(each).get("also", ()), each.__name__)]
-        cls.conflicts = [rule for table in tables for rule in TOLD["conflicts"].get(table, ())]
         entries = {name: entry for table in tables for name, entry in TOLD["refused"].get(table, {}).items()}
         cls.refused = {name: Refused(**({"instead": e} if isinstance(e, str) else e)) for name, e in entries.items()}
 
@@ -256,8 +253,6 @@ class Body(Struct):
                     code="unknown_parameter",
                 )
         body: Self = read(cls, given)
-        if (broken := first_conflict(cls.conflicts, body)) is not None:
-            raise InvalidRequest(broken[1], param=broken[0])
         return body
 
 
@@ -559,6 +554,10 @@ def asked(body: Read, defaults: Given, **values: Any) -> Json:
     Raises InvalidRequest naming the field as the client wrote it."""
     given = {**{name: getattr(body, name, None) for name in _SAMPLED}, **values}
     own = {name: value for name, value in given.items() if value is not None}
+    if body.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens is 0; give at least 1, or -1 for as many as fit.", param="truncate_prompt_tokens"
+        )
     try:
         params = SamplingParams(**{**model_defaults(defaults), **own}, structured_outputs=_structured_outputs(body))
         expects = Expectations(**{ours: getattr(body, theirs) for ours, theirs in EXPECTED_NAMES.items()})
@@ -604,6 +603,10 @@ def _structured_outputs(body: GeneratingBody) -> StructuredOutputs | None:
 
 
 def older_options(body: OlderBody, *, logprobs: bool) -> AnswerOptions:
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs is not given in streams; set stream to false.", param="prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is given without stream; set stream to true.", param="stream_options")
     streamed = body.stream_options or StreamOptions()
     continuous = bool(streamed.continuous_usage_stats)
     if continuous and streamed.include_usage is False:

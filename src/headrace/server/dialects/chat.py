@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import UNSET
 
 from headrace.engine.output import RequestDelta
+from headrace.errors import InvalidRequest
 from headrace.request import Given, Json
 from headrace.server import generate
 from headrace.server.answer_types import Call, Called, ChatMessage
@@ -64,6 +65,17 @@ def parse_chat(raw: Given, defaults: Given) -> ChatRequest[ChatBody]:
     """``defaults`` are the model's own sampling defaults. Raises InvalidRequest naming the field."""
     body = ChatBody.read(raw)
     old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(
+            f"max_tokens is {old} and max_completion_tokens is {new}; give one of them.", param="max_tokens"
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs is given without logprobs; set logprobs to true.", param="top_logprobs")
+    if body.echo and not body.continue_final_message:
+        raise InvalidRequest(
+            "echo shows the message that is continued, and none is; set continue_final_message or leave echo out.",
+            param="echo",
+        )
     conversation, scores = read_conversation(raw, body), body.top_logprobs if body.logprobs else None
     common = asked(body, defaults, max_tokens=old if new is None else new, logprobs=scores)
     common |= {"options": older_options(body, logprobs=body.logprobs), "thinking_budget": body.thinking_token_budget}

@@ -90,6 +90,8 @@ def parse_completion(raw: Given, defaults: Given) -> CompletionRequest:
     if len(prompts) * allowed > MAX_ALLOWED_IDS:
         told = f"{len(prompts)} prompts with {allowed} allowed ids each are too many; send fewer at once."
         raise InvalidRequest(told, param="allowed_token_ids")
+    if body.stream and body.echo and body.logprobs is not None:
+        raise InvalidRequest("echo with logprobs is not given in streams; set stream to false.", param="echo")
     return CompletionRequest(**read, options=options, prompts=prompts, discard=discard)
 
 
