@@ -118,7 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel.stages": {"speculative.settings"},
     "parallel.pipeline": {"parallel.group"},
     "parallel.group": {"kernels.sums"},
-    "models": {"layers", "kernels", "quant", "parallel.group", "parallel.shares"},
+    "models": {"layers", "kernels", "quant", "parallel.group", "parallel.shares", "parallel.stages"},
     "layers": {"kernels", "quant", "parallel.group"},
     "quant": {"kernels"},
     "quantize": {"quant", "models", "layers", "kernels", "engine.tokenizer"},

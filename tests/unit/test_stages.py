@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,7 @@ from headrace.errors import ConfigError
 from headrace.lora.layout import create_layout, pack
 from headrace.parallel.stages import _bounds, split_layers, staged
 from headrace.sites import count_bytes, weights
-from headrace.spec import DecoderSpec, attention_groups, kv_groups
+from headrace.spec import DecoderSpec, MoESpec, attention_groups, kv_groups
 from tests.support.hash_engine import VOCAB, assert_at_rest, engine, expected, plans_of, request, run
 from tests.support.specs import SMALL
 
@@ -43,6 +44,28 @@ def test_layers_are_split_by_their_size_with_the_head_on_the_last() -> None:
 def test_a_dear_layer_stands_alone() -> None:
     assert _bounds([1, 1, 9, 1, 1, 1], 3) == [0, 2, 3, 6]
     assert _bounds([5, 1, 1, 1, 1, 1], 2) == [0, 1, 6]
+
+
+@pytest.mark.parametrize(
+    ("pooled", "message"),
+    [
+        ((-1, 0), "is -1 0, but the stages have 5 3 layers. Give as many numbers, each from 0 to its stage's"),
+        ((1, 0), "is 1 0, but those of stage 0 take turns in memory of its own that would hold all of them"),
+        ((0, 1), "those of stage 1"),
+        ((0, 3), "those of stage 1"),
+        ((5, 0), ""),
+        ((2, 2), ""),
+    ],
+)
+def test_pooled_layers_leave_room_where_they_were(pooled: tuple[int, ...], message: str) -> None:
+    """Not one alone, nor three of two places, each as large as the last, which has experts."""
+    small = SMALL.layers[0]
+    model = replace(
+        SMALL, layers=(small,) * 7 + (replace(small, moe=MoESpec(8, 2, SMALL.intermediate_size, renormalize=True)),)
+    )
+    device = DeviceConfig(pipeline_parallel_size=2, pipeline_layers=(5, 3), pooled_layers=pooled)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        staged(model, EngineConfig(device=device), 0)
 
 
 def test_stages_together_hold_everything_once() -> None:

@@ -11,22 +11,18 @@ a layer computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headrace.parallel.stages import places_for
+
 _LINE = 512  # bytes: where tensors begin, as torch's own do
-
-
-def places_for(layers: Sequence[int]) -> int:
-    """Two where neighbours are pooled, of three or more: one of them comes while the other is computed."""
-    return 2 if len(layers) > 2 and any(after - before < 2 for before, after in pairwise(layers)) else 1
 
 
 class LayerPool:

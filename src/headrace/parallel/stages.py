@@ -70,7 +70,8 @@ def staged(spec: DecoderSpec, config: EngineConfig, stage: int) -> DecoderSpec:
             "--pooled-layers is for weights that are computed with as they are stored, by one process; leave it out."
         )
     stages = split_layers(spec, device.pipeline_parallel_size, device.pipeline_layers)
-    pooled_layers(stages, device, stage)
+    for each in range(len(stages)):
+        _check_room(spec, device, each, pooled_layers(stages, device, each))
     return replace(spec, held=stages[stage])
 
 
@@ -83,10 +84,26 @@ def pooled_layers(stages: Sequence[tuple[int, int]], device: DeviceConfig, stage
     if len(counts) != len(sizes) or any(not 0 <= each <= size for each, size in zip(counts, sizes, strict=True)):
         raise ConfigError(
             f"--pooled-layers is {' '.join(map(str, counts))}, but the stages have {' '.join(map(str, sizes))} layers. "
-            "Give as many numbers, none larger."
+            "Give as many numbers, each from 0 to its stage's."
         )
     first, end = stages[stage]
     return tuple(first + (2 * at + 1) * (end - first) // (2 * counts[stage]) for at in range(counts[stage]))
+
+
+def places_for(layers: Sequence[int]) -> int:
+    """Of pooled layers, on their own device. Two where neighbours are pooled, of three or more: one of them comes while the
+    other is computed."""
+    return 2 if len(layers) > 2 and any(after - before < 2 for before, after in pairwise(layers)) else 1
+
+
+def _check_room(spec: DecoderSpec, device: DeviceConfig, stage: int, pooled: Sequence[int]) -> None:
+    """Raises ConfigError where their places take as much as they would: each is as large as the largest layer."""
+    sizes = [sum(each.num_bytes(_ELEMENT_BYTES) for each in layer_weights(spec, layer)) for layer in pooled]
+    if sizes and places_for(pooled) * max(sizes) >= sum(sizes):
+        raise ConfigError(
+            f"--pooled-layers is {' '.join(map(str, device.pooled_layers))}, but those of stage {stage} take turns in memory of its own "
+            "that would hold all of them. Give 0, or more layers."
+        )
 
 
 def _problems(spec: DecoderSpec, config: EngineConfig) -> list[str]:

@@ -22,7 +22,7 @@ from headrace.layers.linear import Linear
 from headrace.layers.moe import SparseFeedForward
 from headrace.layers.wide_copy import TOKENS, copy_bytes, worth
 from headrace.lora.layout import Layout
-from headrace.models.layer_pool import places_for
+from headrace.parallel.stages import places_for
 from headrace.sites import Role, count_bytes, layer_matrices, layer_weights, matrices
 from headrace.spec import DecoderSpec, KVGroup, KVSpec
 from headrace.worker.rows import FLOAT_COLUMNS, INT_COLUMNS
