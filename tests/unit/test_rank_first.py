@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 
 import pytest
@@ -31,3 +33,14 @@ def test_garbage_is_collected_only_while_there_is_nothing_to_do(monkeypatch: pyt
     theirs.sendall(b"order")
     assert first._received() == b"order" and not collected
     assert first._received() == b"x" and collected == [1]
+
+
+def test_a_process_with_many_open_files_hears_the_first_rank() -> None:
+    """select() takes no number above 1,023."""
+    least = 1024
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= least + 8:
+        pytest.skip("so many files cannot be open here")
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, least)) as high:
+        theirs.sendall(b"order")
+        assert high.fileno() >= least and First(high)._received() == b"order"

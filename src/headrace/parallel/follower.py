@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import queue
-import select
 import signal
 import socket
 import sys
@@ -32,7 +31,7 @@ from headrace.parallel.ranks import KEY_VARIABLE, RENDEZVOUS_SECONDS, files_mark
 from headrace.portability import ignore_terminal
 from headrace.processes.frames import parent_socket
 from headrace.processes.garbage import collect_now_and_then, freeze_start, no_collections
-from headrace.processes.messages import BadFrame, Message, Unpacker, pack, receive
+from headrace.processes.messages import BadFrame, Message, Unpacker, pack, receive, says
 from headrace.processes.seal import Seal
 from headrace.request import TokenMasks
 
@@ -143,7 +142,7 @@ class First:
         """Nothing where the first one is gone: killed before it had read all that was told, it leaves a reset. What is
         garbage is collected while there is nothing to do: the others' devices would wait for it."""
         try:
-            if not select.select([self._sock], [], [], IDLE_SECONDS)[0]:
+            if not says(self._sock, IDLE_SECONDS):
                 freeze_start()
             return self._sock.recv(_RECEIVED)
         except OSError:

@@ -6,7 +6,6 @@ What lives here: that. What may not: how hosts meet (rendezvous.py), what a rank
 
 from __future__ import annotations
 
-import select
 import signal
 import socket
 import subprocess
@@ -24,7 +23,7 @@ from headrace.parallel import frames
 from headrace.parallel.ranks import END_SECONDS, KEY_VARIABLE, device_of, ended
 from headrace.parallel.rendezvous import JOIN_SECONDS, Place, called, join_master, read_secret, versions
 from headrace.processes.child import start
-from headrace.processes.messages import BadFrame, Unpacker, pack
+from headrace.processes.messages import BadFrame, Unpacker, pack, says
 from headrace.processes.seal import Seal
 
 _LOOK_SECONDS, _BEAT_SECONDS = 0.2, 1.0
@@ -74,7 +73,7 @@ class Node:
 
         words, beaten, noticed = Unpacker(frames.Close | frames.Failed, opened=seal.opened), 0.0, 0.0
         while True:
-            if select.select([sock], [], [], _LOOK_SECONDS)[0]:
+            if says(sock, _LOOK_SECONDS):
                 if not (data := sock.recv(2**16)):
                     raise EngineDead(f"Node 0 at {self.place} is gone; this node ends with it.")
                 for word in words.feed(data):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import select
 import socket
 from array import array
 from collections.abc import Awaitable, Callable, Iterator
@@ -94,6 +95,13 @@ class Unpacker:
             return self._decoder.decode(self._opened(body))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise BadFrame(str(error)) from error
+
+
+def says(sock: socket.socket, seconds: float) -> bool:
+    """Whether something comes within this time, its end too."""
+    poll = select.poll()  # select() takes no descriptor above 1,023
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def receive(
