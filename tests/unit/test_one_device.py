@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from headrace.config import CacheConfig, DeviceConfig, EngineConfig
 from headrace.errors import ConfigError, EngineDead
+from headrace.parallel import leader
 from headrace.parallel.group import check_members, side_by_side
 from headrace.parallel.one_device import OneDevice
 from tests.support.ranks import ThreadGroup, together
@@ -82,7 +84,24 @@ def test_ranks_that_share_a_gpu_are_all_ranks_and_say_what_keys_take() -> None:
         DeviceConfig(tensor_parallel_size=4, ranks_per_device=2)
     with pytest.raises(ConfigError, match="on one host"):
         DeviceConfig(tensor_parallel_size=2, ranks_per_device=2, pipeline_parallel_size=2)
-    device = DeviceConfig(tensor_parallel_size=2, ranks_per_device=2)
+    device = DeviceConfig(tensor_parallel_size=2, ranks_per_device=2, one_shot_sums=False)
+    for kind in ("cpu", "auto"):  # which may be a CPU
+        EngineConfig(device=replace(device, device=kind))
+    with pytest.raises(ConfigError, match="leave --technique one_shot_sums=off out"):
+        replace(device, device="cuda")
+    device = replace(device, one_shot_sums=True, device="cuda")
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         EngineConfig(device=device)
     assert EngineConfig(device=device, cache=CacheConfig(kv_cache_memory=2**20)).device.num_ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"), [({"one_shot_sums": False}, "one_shot_sums=off out"), ({}, "give --kv-cache-memory")]
+)
+def test_where_automatic_is_a_gpu_ranks_say_what_they_lack(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(leader, "device_kind", lambda _: "cuda")
+    config = EngineConfig(device=DeviceConfig(tensor_parallel_size=2, ranks_per_device=2, **more))
+    with pytest.raises(ConfigError, match=message):
+        leader.create_executor(config, None, ranks=object())  # type: ignore[arg-type]

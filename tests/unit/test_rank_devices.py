@@ -33,6 +33,10 @@ def test_too_few_devices_are_told_with_their_number(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2 is 2 devices, but 1 GPU is visible"):
         device.check_devices(DeviceConfig(data_parallel_size=4, tensor_parallel_size=2), 2)
     monkeypatch.setattr(device.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(
+        ConfigError, match=r"-size 2 with --ranks-per-device 2 is 1 device, but 0 GPUs .* here. Make more"
+    ):
+        device.check_devices(DeviceConfig(tensor_parallel_size=2, ranks_per_device=2), 2)
     device.take_gpus(DeviceConfig(data_parallel_size=2), 1)  # CPUs, where no GPU was asked for
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 

@@ -132,12 +132,14 @@ def check_devices(config: DeviceConfig, needed: int) -> None:
     """Raises ConfigError where there are fewer GPUs than are needed: those of one replica, or of all."""
     count, kinds = torch.cuda.device_count(), ("tensor", "pipeline", "context", "data")
     sizes = {name: getattr(config, f"{name}_parallel_size") for name in kinds[: 3 if needed <= config.num_ranks else 4]}
-    needed //= config.ranks_per_device
+    needed, shared = needed // config.ranks_per_device, config.ranks_per_device > 1
     if count < needed:
         flags = " times ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)
+        flags += f" with --ranks-per-device {config.ranks_per_device}" if shared else ""
         raise ConfigError(
-            f"{flags} is {needed} devices{' on each node' * (config.nnodes > 1)}, but {count} GPU{'s are' if count != 1 else ' is'} visible here. "
-            f"Give at most {count}, or make more visible (CUDA_VISIBLE_DEVICES)."
+            f"{flags} is {needed} device{'s' * (needed != 1)}{' on each node' * (config.nnodes > 1)}, "
+            f"but {count} GPU{'s are' if count != 1 else ' is'} visible here. "
+            f"{f'Give at most {count}, or make' if count else 'Make'} more visible (CUDA_VISIBLE_DEVICES)."
         )
 
 
