@@ -111,15 +111,17 @@ def test_drafts_of_another_device_change_no_bit(
     folders: dict[str, Path],
     plain: Callable[[str], Told],
 ) -> None:
-    """A token that the other side learns too late, or a key that it does not compute anew, would make a model wrong that
-    drafts for itself."""
+    """A token that the other side learns too late, or a key that it does not compute, or not anew, would make a model
+    wrong that drafts for itself: what nobody has computed is no number."""
     llm = _engine(folders[name], _apart(folders[draft]), overlap, **more)
     assert isinstance(_drafter(llm), ApartDrafts)
+    for keys in _drafter(llm).side.model._kv_caches:
+        keys.fill_(torch.nan)
     assert _answers(llm) == plain(name)
     counts, pushed_out = _counts(llm), llm.engine.core.scheduler.counters.preemptions
     assert (pushed_out > 0) == bool(more.get("num_blocks"))
     if name == draft:
-        assert sum(counts.accepted) >= (0.7 if pushed_out else 0.9) * sum(counts.drafted) > 100
+        assert sum(counts.accepted) >= (0.7 if pushed_out else 1.0) * sum(counts.drafted) > 100
     assert bool(counts.ahead) == more.get("drafts_ahead", True)
 
 

@@ -43,9 +43,7 @@ MOST_DRAFTING = 128
 _MOST_AT_ONCE = 64  # tokens of a pass that one call computes: of more, GEMMs of many rows are quicker
 _UNKNOWN = -1
 # As integers: flags of an enum are made anew by each operation, which takes longer than asking all rows.
-_UNEDITED = int(
-    Trait.SCORED | Trait.MASKED
-)  # what changes no logits here: a draft that its grammar forbids is cut later
+_UNEDITED = int(Trait.SCORED | Trait.MASKED)  # changes no logits here: a draft that its grammar forbids is cut later
 _DRAWN = _UNEDITED | int(Trait.RANDOM | Trait.FILTERED)
 
 
@@ -202,6 +200,8 @@ class DraftModel(Drawing):
             ends = (starts + counts)[longer]
             self._hidden(rows[longer], begin[longer], ends - begin[longer])
             self._computed[rows[longer]] = ends
+        if plan.sample_rows != plan.rows:  # a chunk's other takers have the keys that its own row has
+            self._computed[ints(plan.sample_rows)] = self._computed[rows[ints(plan.sample_work)]]
 
     def propose(self, rows: Ints, lengths: Ints, most: Ints, ready: Ints | None = None) -> Proposal:
         """Its own next tokens, one after another; the first pass catches up. ``ready``: so many of each row are
@@ -241,8 +241,7 @@ class DraftModel(Drawing):
         """Until no more than ``most`` tokens wait for a row's next draft, so many at once."""
         for row, length in zip(rows[self._may_draft(rows)], lengths[self._may_draft(rows)], strict=True):
             while length - 1 - self._computed[row] > most:
-                begin = self._computed[row : row + 1]
-                self._hidden(ints([row]), begin.copy(), ints([most]))
+                self._hidden(ints([row]), self._computed[row : row + 1].copy(), ints([most]))
                 self._computed[row] += most
 
     def _draw_drafts(self, rows: Ints, lengths: Ints, most: Ints) -> Callable[[], Ints] | None:
